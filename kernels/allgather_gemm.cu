@@ -1,0 +1,51 @@
+// allgather_gemm: C = A @ B, where every rank holds some rows of A, and a B of its own.
+//   movers   tell the peers where this rank's rows are, and bring the peers' rows here chunk by chunk: each byte crosses
+//            the link once, from the next rank first
+//   compute  multiplies a tile as soon as the rows and the part of k that it needs have arrived, own rows first
+#include "mkernel/engine/engine.cuh"
+
+#ifndef MK_TYPE
+#define MK_TYPE bfloat16
+#endif
+#ifndef MK_OUT_TYPE
+#define MK_OUT_TYPE MK_TYPE
+#endif
+
+namespace mk {
+
+using Type = MK_TYPE;
+using OutType = MK_OUT_TYPE;
+
+MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
+    const AllGatherGemmPlan& plan = *p.plan;
+    Launch launch(p.world, plan.split);
+    Landing<Type> landing(launch, plan.landing);
+    const u64 rank = launch.rank(), size = launch.size();
+
+    if (launch.is(Role::mover)) {
+        if (launch.member() == 0) launch.announce(p.message);
+        for (u64 peer : RingOrder(rank, size)) {
+            if (!launch.await_call(peer, plan.digest)) break;
+            const CallMessage& theirs = launch.message_of(peer);
+            Lines rows{static_cast<u8*>(launch.at(peer, theirs.operand)), i64(theirs.operand_pitch)};
+            if (plan.n > 0) landing.pull(peer, rows);
+            launch.have_read(peer, launch.members());
+        }
+    }
+
+    if (launch.is(Role::compute)) {
+        OwnRowsFirst tiles({rank, size, plan.landing.row_start, plan.n, plan.tile}, launch.member(), launch.members());
+        engine::gemm<Type>(
+            launch, tiles, plan.tile, plan.landing.k,
+            /* source */ [&](Tile t) { return t.source == rank ? p.a : landing[t.source]; }, p.b,
+            /* gate   */
+            [&](const Agent& who, Tile t, Range k) {
+                return t.source == rank || landing.wait(who, t.source, t.rows, k);
+            },
+            /* sink   */ Store<OutType>(p.c, plan.landing.row_start));
+    }
+
+    launch.finish();  // peers have read our rows: inputs are free, outputs complete
+}
+
+}  // namespace mk

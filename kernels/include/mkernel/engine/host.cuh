@@ -1,0 +1,104 @@
+// The engine of the host target: plain loops over any number of lanes.
+#pragma once
+
+#include "../landing.cuh"
+#include "../sink.cuh"
+
+#if defined(__SANITIZE_THREAD__)
+#define MK_NO_THREAD_SANITIZER __attribute__((no_sanitize("thread"), noinline))
+extern "C" void __tsan_read_range(void* address, unsigned long bytes);
+#else
+#define MK_NO_THREAD_SANITIZER MK_DEVICE
+#endif
+
+namespace mk {
+namespace engine {
+
+// Under ThreadSanitizer the arithmetic is not instrumented (it would be 100 times slower): its reads are announced here.
+template <class T>
+MK_DEVICE void announce_reads(Matrix m, i64 rows, i64 columns) {
+#if defined(__SANITIZE_THREAD__)
+    bool by_rows = m.column_stride == 1;
+    for (i64 line = 0; line < (by_rows ? rows : columns); ++line)
+        __tsan_read_range(static_cast<T*>(m.data) + line * (by_rows ? m.row_stride : m.column_stride),
+                          sizeof(T) * (by_rows ? columns : rows));
+#else
+    (void)m, (void)rows, (void)columns;
+#endif
+}
+
+// The block of a matrix that starts at (row, column).
+template <class T>
+MK_DEVICE Matrix block_of(Matrix m, i64 row, i64 column) {
+    return {static_cast<T*>(m.data) + row * m.row_stride + column * m.column_stride, m.row_stride, m.column_stride};
+}
+
+// Widens the rows first, first + step, ... of a block into a dense one.
+template <class T>
+MK_NO_THREAD_SANITIZER void widen_block(Accumulator<T>* to, i64 pitch, Matrix from, i64 rows, i64 columns, i64 first,
+                                        i64 step) {
+    const T* data = static_cast<const T*>(from.data);
+    for (i64 i = first; i < rows; i += step)
+        for (i64 j = 0; j < columns; ++j)
+            to[i * pitch + j] = widen(data[i * from.row_stride + j * from.column_stride]);
+}
+
+// Rows first, first + step, ... of c += a @ b. The inner loop runs over columns: it vectorises, and sums in order of k.
+template <class Acc>
+MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64 rows, i64 columns, i64 depth,
+                                         i64 a_pitch, i64 pitch, i64 first, i64 step) {
+    for (i64 i = first; i < rows; i += step)
+        for (i64 k = 0; k < depth; ++k) {
+            Acc factor = a[i * a_pitch + k];
+            for (i64 j = 0; j < columns; ++j) c[i * pitch + j] += factor * b[k * pitch + j];
+        }
+}
+
+// Multiplies the tiles of a schedule, `depth` terms each.
+//   source(tile)             Matrix: the rows of A of the tile's rank
+//   gate(agent, tile, panel) bool: that piece has arrived; false: the launch is to end
+//   sink                     transform(sum) -> Type; deliver(agent, tile, staged, pitch) takes the finished tile
+// After a failed gate every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/plan.py.
+template <class T, class Schedule, class Source, class Gate, class Sink>
+MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source, Matrix b,
+                    Gate gate, Sink sink) {
+    using Acc = Accumulator<T>;
+    using Out = typename Sink::Type;
+    const Agent& agent = launch.agent();
+    const i64 first = agent.lane(), step = agent.lanes(), pitch = shape.columns;
+    Acc* sums = reinterpret_cast<Acc*>(agent.shared());
+    Acc* a_panel = sums + shape.rows * pitch;
+    Acc* b_panel = a_panel + shape.rows * shape.k;
+    Out* staged = reinterpret_cast<Out*>(b_panel + shape.k * pitch);
+
+    for (Tile tile : schedule) {
+        const i64 rows = tile.rows.size(), columns = tile.columns.size();
+        for (i64 i = first; i < rows; i += step)
+            for (i64 j = 0; j < columns; ++j) sums[i * pitch + j] = 0;
+        bool arrived = launch.live();
+        for (Range panel : Blocks(depth, shape.k)) {
+            arrived = arrived && gate(agent, tile, panel);
+            if (!arrived) break;
+            Matrix a_block = block_of<T>(source(tile), tile.rows.begin, panel.begin);
+            Matrix b_block = block_of<T>(b, panel.begin, tile.columns.begin);
+            if (agent.lane() == 0) {
+                announce_reads<T>(a_block, rows, panel.size());
+                announce_reads<T>(b_block, panel.size(), columns);
+            }
+            widen_block<T>(a_panel, shape.k, a_block, rows, panel.size(), first, step);
+            widen_block<T>(b_panel, pitch, b_block, panel.size(), columns, first, step);
+            agent.sync();
+            multiply_add(sums, a_panel, b_panel, rows, columns, panel.size(), shape.k, pitch, first, step);
+            agent.sync();  // all have used the panels
+        }
+        for (i64 i = first; i < rows; i += step)
+            for (i64 j = 0; j < columns; ++j)
+                staged[i * pitch + j] = arrived ? sink.transform(sums[i * pitch + j]) : not_a_number<Out>();
+        agent.sync();
+        sink.deliver(agent, tile, staged, pitch);
+        agent.sync();  // the staged tile is stored
+    }
+}
+
+}  // namespace engine
+}  // namespace mk

@@ -1,0 +1,341 @@
+// How the lanes of a launch run on the host: on a pool of threads, or, for tests, one at a time in an order drawn from a
+// seed and on a clock that only moves when all of them wait.
+#pragma once
+
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace mk {
+namespace host {
+
+using Entry = void (*)(const void* params);
+
+// --- structs shared with Python --------------------------------------------------------------------------------------
+
+// One launch, as Python asks for it.
+struct Launch {
+    const void* params;
+    u64 agents;
+    u64 lanes;
+    u64 shared_bytes;
+    u64 seed;  // 0: no random yields, copies as late as allowed
+};
+
+struct Simulation {
+    u64 seed;
+    u64 stopped_launch;  // this one gets no turn any more after stop_step turns; an index beyond the last: none
+    u64 stop_step;
+    u64 steps;       // out
+    u64 elapsed_ns;  // out, virtual
+};
+
+// --- end of the shared structs ---------------------------------------------------------------------------------------
+
+class Simulator;
+
+// What the lanes of one agent share.
+struct Team {
+    u32 index, count, lanes;
+    u8* shared;
+    bool verdict;
+    u32 arrived, phase;
+
+    void barrier();
+};
+
+struct Lane {
+    Team* team;
+    u32 index;
+    u64 random;
+    Simulator* simulator;
+    ucontext_t context;
+    bool finished;
+};
+
+inline Lane*& here_pointer() {
+    static thread_local Lane* lane = nullptr;
+    return lane;
+}
+inline Lane& here() { return *here_pointer(); }
+
+// splitmix64 (Steele, Lea, Flood 2014): any seed gives a good sequence.
+inline u64 next_random(u64& state) {
+    u64 z = (state += 0x9e3779b97f4a7c15);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    return z ^ (z >> 31);
+}
+
+// One time in n, where the launch has a seed.
+inline bool chance(u32 n) { return here().random && next_random(here().random) % n == 0; }
+
+// The memory of one launch: its teams, their shared memory, their lanes.
+class Crew {
+public:
+    Crew(const Launch& launch, Simulator* simulator)
+        : lanes_per_team_(u32(launch.lanes)), teams_(launch.agents), lanes_(launch.agents * launch.lanes),
+          shared_pitch_((launch.shared_bytes + 63) / 64 * 64),
+          shared_(new (std::align_val_t(64)) u8[shared_pitch_ * launch.agents]) {
+        for (u64 i = 0; i < teams_.size(); ++i)
+            teams_[i] = Team{u32(i), u32(launch.agents), lanes_per_team_, shared_.get() + i * shared_pitch_, false, 0, 0};
+        for (u64 i = 0; i < lanes_.size(); ++i) {
+            Lane& lane = lanes_[i];
+            u64 state = launch.seed + i;
+            lane.team = &teams_[i / launch.lanes];
+            lane.index = u32(i % launch.lanes);
+            lane.random = launch.seed ? next_random(state) | 1 : 0;
+            lane.simulator = simulator;
+            lane.finished = false;
+        }
+    }
+    std::vector<Lane>& lanes() { return lanes_; }
+
+private:
+    struct Release {
+        void operator()(u8* p) const { ::operator delete[](p, std::align_val_t(64)); }
+    };
+    u32 lanes_per_team_;
+    std::vector<Team> teams_;
+    std::vector<Lane> lanes_;
+    u64 shared_pitch_;
+    std::unique_ptr<u8[], Release> shared_;
+};
+
+// Idle threads, kept for the next launch.
+class Pool {
+public:
+    struct Worker {
+        std::mutex mutex;
+        std::condition_variable wake;
+        Lane* lane = nullptr;
+        Entry entry = nullptr;
+        const void* params = nullptr;
+        class Countdown* done = nullptr;
+    };
+
+    // Never destroyed: its threads sleep on it until the process ends. A forked child has none of the threads.
+    static Pool& instance() {
+        static Pool* pool = new Pool;
+        if (pool->process_ != getpid()) pool = new Pool;
+        return *pool;
+    }
+
+    // All of them or an exception: agents wait for each other, so some are as bad as none.
+    std::vector<Worker*> acquire(u64 count) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        while (idle_.size() < count) {
+            auto worker = std::make_unique<Worker>();
+            std::thread(&Pool::work, this, worker.get()).detach();
+            idle_.push_back(worker.release());
+        }
+        std::vector<Worker*> workers(idle_.end() - count, idle_.end());
+        idle_.resize(idle_.size() - count);
+        return workers;
+    }
+
+private:
+    void work(Worker* self);
+
+    pid_t process_ = getpid();
+    std::mutex mutex_;
+    std::vector<Worker*> idle_;
+};
+
+class Countdown {
+public:
+    explicit Countdown(u64 count) : count_(count) {}
+    void arrive() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (--count_ == 0) zero_.notify_all();
+    }
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        zero_.wait(lock, [&] { return count_ == 0; });
+    }
+
+private:
+    std::mutex mutex_;
+    std::condition_variable zero_;
+    u64 count_;
+};
+
+inline void run_lane(Lane& lane, Entry entry, const void* params) {
+    here_pointer() = &lane;
+    entry(params);
+    here_pointer() = nullptr;
+}
+
+inline void Pool::work(Worker* self) {
+    for (;;) {
+        Countdown* done;
+        {
+            std::unique_lock<std::mutex> lock(self->mutex);
+            self->wake.wait(lock, [&] { return self->lane != nullptr; });
+            run_lane(*self->lane, self->entry, self->params);
+            done = self->done;
+            self->lane = nullptr;
+        }
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            idle_.push_back(self);
+        }
+        done->arrive();
+    }
+}
+
+// Returns 0, or the errno with which threads or memory were refused (nothing has run then).
+inline int run_on_threads(Entry entry, const Launch& launch) try {
+    Crew crew(launch, nullptr);
+    std::vector<Lane>& lanes = crew.lanes();
+    std::vector<Pool::Worker*> workers = Pool::instance().acquire(lanes.size() - 1);
+    Countdown done(workers.size());
+    for (u64 i = 0; i < workers.size(); ++i) {
+        std::lock_guard<std::mutex> lock(workers[i]->mutex);
+        workers[i]->entry = entry;
+        workers[i]->params = launch.params;
+        workers[i]->done = &done;
+        workers[i]->lane = &lanes[i + 1];
+        workers[i]->wake.notify_one();
+    }
+    run_lane(lanes[0], entry, launch.params);
+    done.wait();
+    return 0;
+} catch (const std::system_error& error) {
+    return error.code().value();
+} catch (const std::bad_alloc&) {
+    return ENOMEM;
+}
+
+// Runs the launches of several ranks in one thread, one lane at a time, each until it waits or reaches a point where
+// threads could be interleaved. The clock moves a little with every turn, and far once all that is left is waiting: so
+// a deadline of ten minutes passes at once, and the same seed gives the same run.
+class Simulator {
+public:
+    Simulator(Entry entry, const Launch* launches, u64 count, Simulation& simulation)
+        : entry_(entry), launches_(launches), simulation_(simulation), random_(simulation.seed) {
+        for (u64 rank = 0; rank < count; ++rank) {
+            crews_.push_back(std::make_unique<Crew>(launches[rank], this));
+            for (Lane& lane : crews_.back()->lanes()) runnable_.push_back({&lane, rank, nullptr});
+        }
+    }
+
+    // Returns 0, or ETIMEDOUT if all lanes waited for a virtual year: a wait without a deadline.
+    int run() {
+        for (Fiber& fiber : runnable_) start(fiber);
+        simulation_.steps = 0;
+        while (!runnable_.empty()) {
+            u64 chosen = next_random(random_) % runnable_.size();
+            Fiber& fiber = runnable_[chosen];
+            bool stopped = fiber.launch == simulation_.stopped_launch && simulation_.steps >= simulation_.stop_step;
+            if (!stopped) {
+                here_pointer() = fiber.lane;
+                swapcontext(&scheduler_, &fiber.lane->context);
+                here_pointer() = nullptr;
+            }
+            if (stopped || fiber.lane->finished) {
+                std::swap(runnable_[chosen], runnable_.back());
+                retired_.push_back(std::move(runnable_.back()));
+                runnable_.pop_back();
+                idle_turns_ = 0;
+            }
+            ++simulation_.steps;
+            time_ns_ += 100;
+            if (idle_turns_ > 4 * runnable_.size()) time_ns_ += leap_ns_ = leap_ns_ < 1000000000 ? 2 * leap_ns_ : leap_ns_;
+            else leap_ns_ = 1000;
+            if (time_ns_ > u64(365) * 86400 * 1000000000) return ETIMEDOUT;
+        }
+        simulation_.elapsed_ns = time_ns_;
+        return 0;
+    }
+
+    u64 now_ns() const { return time_ns_; }
+
+    void take_turns(bool waiting) {
+        idle_turns_ = waiting ? idle_turns_ + 1 : 0;
+        swapcontext(&here().context, &scheduler_);
+    }
+
+private:
+    static constexpr u64 stack_bytes = 128 * 1024;
+
+    struct Fiber {
+        Lane* lane;
+        u64 launch;
+        std::unique_ptr<u8[]> stack;
+    };
+
+    void start(Fiber& fiber) {
+        fiber.stack.reset(new u8[stack_bytes]);
+        ucontext_t& context = fiber.lane->context;
+        getcontext(&context);
+        context.uc_stack.ss_sp = fiber.stack.get();
+        context.uc_stack.ss_size = stack_bytes;
+        context.uc_link = &scheduler_;
+        u64 self = reinterpret_cast<u64>(this);
+        makecontext(&context, reinterpret_cast<void (*)()>(&Simulator::fiber_main), 3, u32(self >> 32), u32(self),
+                    u32(fiber.launch));
+    }
+
+    static void fiber_main(u32 self_high, u32 self_low, u32 launch) {
+        auto self = reinterpret_cast<Simulator*>(u64(self_high) << 32 | self_low);
+        self->entry_(self->launches_[launch].params);
+        here().finished = true;
+    }
+
+    Entry entry_;
+    const Launch* launches_;
+    Simulation& simulation_;
+    u64 random_;
+    u64 time_ns_ = 1;
+    u64 leap_ns_ = 1000;
+    u64 idle_turns_ = 0;
+    ucontext_t scheduler_;
+    std::vector<std::unique_ptr<Crew>> crews_;
+    std::vector<Fiber> runnable_, retired_;
+};
+
+inline u64 now_ns() {
+    if (here().simulator) return here().simulator->now_ns();
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return u64(time.tv_sec) * 1000000000 + u64(time.tv_nsec);
+}
+
+// Yielding is the fastest wait while few threads share the cores, and burns them while a peer is late: so both.
+inline void pause(u32 spins) {
+    constexpr u32 yields = 64;
+    constexpr timespec nap{0, 50000};
+    if (here().simulator) here().simulator->take_turns(true);
+    else if (spins < yields) sched_yield();
+    else nanosleep(&nap, nullptr);
+}
+
+// A point where another thread may come between; a launch with a seed makes that happen often.
+inline void interleave() {
+    if (here().simulator) here().simulator->take_turns(false);
+    else if (chance(4)) sched_yield();
+}
+
+inline void Team::barrier() {
+    u32 before = __atomic_load_n(&phase, __ATOMIC_ACQUIRE);
+    if (__atomic_fetch_add(&arrived, 1, __ATOMIC_ACQ_REL) + 1 == lanes) {
+        __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&phase, before + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (u32 spins = 0; __atomic_load_n(&phase, __ATOMIC_ACQUIRE) == before; ++spins) host::pause(spins);
+}
+
+}  // namespace host
+}  // namespace mk

@@ -1,0 +1,63 @@
+// Landing zones: where rows of other ranks are pulled to, in chunks, and which chunks have arrived.
+#pragma once
+
+#include "roles.cuh"
+
+namespace mk {
+
+struct Chunk {
+    u64 source;
+    Range rows;
+    Range k;
+    i64 index;  // in Landing's signals
+};
+
+template <class T>
+class Landing {
+public:
+    MK_DEVICE Landing(Launch& launch, const LandingPlan& plan) : launch_(launch), plan_(plan) {}
+
+    // The rows of a rank, and where they lie here.
+    MK_DEVICE i64 rows_of(u64 source) const { return plan_.row_start[source + 1] - plan_.row_start[source]; }
+    MK_DEVICE Matrix operator[](u64 source) const {
+        i64 stride = plan_.pitch[source] / i64(sizeof(T));
+        return plan_.by_columns ? Matrix{plan_.data[source], 1, stride} : Matrix{plan_.data[source], stride, 1};
+    }
+
+    // Brings this agent's share of a rank's chunks here from `from`, and raises the signal of each.
+    MK_DEVICE void pull(u64 source, Lines from) {
+        i64 panels = ceil_div(plan_.k, plan_.chunk_k), chunks = ceil_div(rows_of(source), plan_.chunk_rows) * panels;
+        for (i64 i = i64(launch_.member()); i < chunks; i += i64(launch_.members())) {
+            Chunk chunk{source, block(i / panels, plan_.chunk_rows, rows_of(source)),
+                        block(i % panels, plan_.chunk_k, plan_.k), plan_.first_chunk[source] + i};
+            Range lines = plan_.by_columns ? chunk.k : chunk.rows, run = plan_.by_columns ? chunk.rows : chunk.k;
+            Lines to{plan_.data[source], plan_.pitch[source]};
+            i64 bytes = run.size() * i64(sizeof(T));
+            Pending pending = copy(launch_.agent(), part(to, lines, run), part(from, lines, run), lines.size(), bytes);
+            launch_.raise<Scope::device>(&plan_.arrived[chunk.index], 1, pending.complete());
+            if (launch_.agent().lane() == 0) fetch_add(launch_.world().bytes_from_peers, u64(lines.size() * bytes));
+        }
+    }
+
+    // Waits until the chunks that hold these rows and this part of k are here.
+    MK_DEVICE bool wait(const Agent& who, u64 source, Range rows, Range k) {
+        i64 panels = ceil_div(plan_.k, plan_.chunk_k);
+        for (i64 i = rows.begin / plan_.chunk_rows; i * plan_.chunk_rows < rows.end; ++i)
+            for (i64 j = k.begin / plan_.chunk_k; j * plan_.chunk_k < k.end; ++j) {
+                i64 index = plan_.first_chunk[source] + i * panels + j;
+                Subject subject{Awaited::arrival, everyone, u64(index)};
+                if (!launch_.wait(who, &plan_.arrived[index], 1, subject)) return false;
+            }
+        return true;
+    }
+
+private:
+    static MK_DEVICE Lines part(Lines lines, Range which, Range run) {
+        return {lines.data + which.begin * lines.pitch + run.begin * i64(sizeof(T)), lines.pitch};
+    }
+
+    Launch& launch_;
+    const LandingPlan& plan_;
+};
+
+}  // namespace mk

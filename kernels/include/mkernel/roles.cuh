@@ -1,0 +1,38 @@
+// Roles: which agent does what. The split is the plan's: the first agents move, the others compute.
+#pragma once
+
+#include "copy.cuh"
+#include "schedule.cuh"
+
+namespace mk {
+
+enum class Role : u64 { mover = 0, compute = 1 };
+
+class Launch : public Peers {
+public:
+    MK_DEVICE Launch(World* world, Split split) : Peers(world, u64(role_of(split))), split_(split) { delay(); }
+
+    MK_DEVICE bool is(Role role) const { return role_of(split_) == role; }
+
+    // This agent among those of its role.
+    MK_DEVICE u64 member() const { return agent().index() - (is(Role::mover) ? 0 : split_.movers); }
+    MK_DEVICE u64 members() const { return is(Role::mover) ? split_.movers : split_.compute; }
+
+private:
+    static MK_DEVICE Role role_of(Split split) {
+        return Agent::current().index() < split.movers ? Role::mover : Role::compute;
+    }
+
+    // Test hook: a role that starts late, by a time that differs from call to call and from agent to agent.
+    MK_DEVICE void delay() const {
+        u64 most = world().delay_ns[u64(role_of(split_))];
+        if (most == 0) return;
+        u64 mixed = (world().delay_seed + generation() * 0x9e3779b97f4a7c15 + agent().index()) * 0xbf58476d1ce4e5b9;
+        u64 until = now_ns() + (mixed >> 20) % most;
+        for (u32 spins = 0; now_ns() < until; ++spins) pause(spins);
+    }
+
+    Split split_;
+};
+
+}  // namespace mk

@@ -1,0 +1,117 @@
+// Orders of work: pure functions of (agent, step), so that whoever loads a tile, computes it and stores it can walk the
+// same sequence separately. A tile or a chunk never crosses a rank's border.
+#pragma once
+
+#include "types.cuh"
+
+namespace mk {
+
+struct Range {
+    i64 begin, end;
+    MK_DEVICE i64 size() const { return end - begin; }
+};
+
+MK_DEVICE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+
+MK_DEVICE Range block(i64 index, i64 length, i64 extent) {
+    i64 begin = index * length, end = begin + length;
+    return {begin, end < extent ? end : extent};
+}
+
+// The pieces of [0, extent), `length` at a time.
+class Blocks {
+public:
+    MK_DEVICE Blocks(i64 extent, i64 length) : extent_(extent), length_(length) {}
+
+    struct Iterator {
+        i64 index, length, extent;
+        MK_DEVICE Range operator*() const { return block(index, length, extent); }
+        MK_DEVICE Iterator& operator++() { return ++index, *this; }
+        MK_DEVICE bool operator!=(const Iterator& other) const { return index != other.index; }
+    };
+    MK_DEVICE Iterator begin() const { return {0, length_, extent_}; }
+    MK_DEVICE Iterator end() const { return {ceil_div(extent_, length_), length_, extent_}; }
+
+private:
+    i64 extent_, length_;
+};
+
+// rank + 1, rank + 2, ...: at any time all ranks read from different peers.
+class RingOrder {
+public:
+    MK_DEVICE RingOrder(u64 rank, u64 size) : rank_(rank), size_(size) {}
+
+    struct Iterator {
+        u64 step, rank, size;
+        MK_DEVICE u64 operator*() const { return (rank + step) % size; }
+        MK_DEVICE Iterator& operator++() { return ++step, *this; }
+        MK_DEVICE bool operator!=(const Iterator& other) const { return step != other.step; }
+    };
+    MK_DEVICE Iterator begin() const { return {1, rank_, size_}; }
+    MK_DEVICE Iterator end() const { return {size_, rank_, size_}; }
+
+private:
+    u64 rank_, size_;
+};
+
+// Rows of one rank (counted within it) by columns of the product.
+struct Tile {
+    u64 source;
+    Range rows;
+    Range columns;
+};
+
+// The tiles of one agent out of `agents`, in the order in which their rows are expected: own ones, then those of rank + 1,
+// ... Within a rank all column blocks of a row block come before the next row block, as its rows arrive together.
+class OwnRowsFirst {
+public:
+    struct Grid {
+        u64 rank, size;
+        const i64* row_start;
+        i64 n;
+        TileShape tile;
+        MK_DEVICE i64 rows_of(u64 source) const { return row_start[source + 1] - row_start[source]; }
+        MK_DEVICE i64 tiles_of(u64 source) const {
+            return ceil_div(rows_of(source), tile.rows) * ceil_div(n, tile.columns);
+        }
+    };
+
+    MK_DEVICE OwnRowsFirst(Grid grid, u64 agent, u64 agents) : grid_(grid), agent_(agent), agents_(agents) {}
+
+    class Iterator {
+    public:
+        MK_DEVICE Iterator(const Grid& grid, u64 agent, u64 agents, u64 ring)
+            : grid_(grid), index_(i64(agent)), agents_(i64(agents)), ring_(ring) {
+            settle();
+        }
+        MK_DEVICE Tile operator*() const {
+            i64 columns = ceil_div(grid_.n, grid_.tile.columns);
+            return {source(), block(index_ / columns, grid_.tile.rows, grid_.rows_of(source())),
+                    block(index_ % columns, grid_.tile.columns, grid_.n)};
+        }
+        MK_DEVICE Iterator& operator++() {
+            index_ += agents_;
+            settle();
+            return *this;
+        }
+        MK_DEVICE bool operator!=(const Iterator& other) const { return ring_ != other.ring_; }
+
+    private:
+        MK_DEVICE u64 source() const { return (grid_.rank + ring_) % grid_.size; }
+        // Moves on to the rank in whose tiles the index falls.
+        MK_DEVICE void settle() {
+            while (ring_ < grid_.size && index_ >= grid_.tiles_of(source())) index_ -= grid_.tiles_of(source()), ++ring_;
+        }
+        const Grid& grid_;
+        i64 index_, agents_;
+        u64 ring_;
+    };
+    MK_DEVICE Iterator begin() const { return {grid_, agent_, agents_, 0}; }
+    MK_DEVICE Iterator end() const { return {grid_, agent_, agents_, grid_.size}; }
+
+private:
+    Grid grid_;
+    u64 agent_, agents_;
+};
+
+}  // namespace mk

@@ -1,0 +1,178 @@
+// Signals: a 64-bit word with one writer, whose value only grows: generation << 32 | progress. A wait is `value >= target`,
+// so nothing is ever reset, and a word left by an earlier call or another operator is simply too small.
+// Every wait ends: with the signal, at a deadline, or because another rank or agent has failed.
+#pragma once
+
+#include "types.cuh"
+
+namespace mk {
+
+// Progress of Inbox::called.
+enum class Called : u64 {
+    announced = 1,  // the digest is there; the rank still plans
+    ready = 2,      // the operand may be read
+    refused = 3,    // the rank has raised an error instead of calling
+};
+
+// What was waited for, and why in vain: the codes of Record.
+enum class Awaited : u64 { call = 1, arrival = 2, read = 3 };
+enum class Reason : u64 { entry_timeout = 1, progress_timeout = 2, mismatch = 3, refused = 4, closed = 5 };
+
+constexpr u64 everyone = ~u64(0);
+
+// The subject of a wait, for the record. `peer` may be `everyone`: a local signal that depends on all of them.
+struct Subject {
+    Awaited awaited;
+    u64 peer;
+    u64 index;
+};
+
+enum class Poll { pending, done, refused, mismatch };
+
+// Proof that bytes are where they were to go: only copy.cuh makes one, and raise() takes nothing less.
+class Completed {
+    MK_DEVICE Completed() {}
+    friend class Pending;
+};
+
+// One launch as one agent sees it: who waits, for which generation, and whether something has already failed.
+class Context {
+public:
+    MK_DEVICE Context(World* world, u64 role)
+        : world_(*world), agent_(Agent::current()), generation_(*world->generation + 1), role_(role) {}
+
+    MK_DEVICE const World& world() const { return world_; }
+    MK_DEVICE const Agent& agent() const { return agent_; }
+    MK_DEVICE u64 rank() const { return world_.rank; }
+    MK_DEVICE u64 size() const { return world_.size; }
+    MK_DEVICE u64 generation() const { return generation_; }
+    MK_DEVICE u64 target(u64 progress) const { return generation_ << 32 | progress; }
+
+    // False once a wait of this agent has failed: it raises nothing any more, and what it still stores is NaN.
+    MK_DEVICE bool live() const { return live_; }
+
+    // Waits until the signal has reached `progress` in this generation. All lanes of `who` call it and get one verdict.
+    MK_DEVICE bool wait(const Agent& who, const u64* signal, u64 progress, Subject subject) {
+        u64 goal = target(progress);
+        return poll(who, subject, goal, signal, [&](u64 seen) { return seen >= goal ? Poll::done : Poll::pending; });
+    }
+
+    // The same with a condition of the caller's on the signal's value.
+    template <class Check>
+    MK_DEVICE bool poll(const Agent& who, Subject subject, u64 goal, const u64* signal, Check check) {
+        bool verdict = live_ && who.lane() == 0 && poll_alone(subject, goal, signal, check);
+        verdict = who.broadcast(verdict);
+        live_ = live_ && verdict;
+        return verdict;
+    }
+
+    // All lanes call it; what they stored, and what Completed stands for, is seen by whoever sees the signal.
+    template <Scope scope>
+    MK_DEVICE void raise(u64* signal, u64 progress, Completed) {
+        raise<scope>(signal, progress);
+    }
+
+protected:
+    template <Scope scope>
+    MK_DEVICE void raise(u64* signal, u64 progress) {
+        interleave();
+        agent_.sync();
+        if (live_ && agent_.lane() == 0) store_release<scope>(signal, target(progress));
+        interleave();
+    }
+
+private:
+    static constexpr u64 first_look_ns = 20 * nanoseconds_per_microsecond;
+    static constexpr u64 look_every_ns = 10 * nanoseconds_per_microsecond;
+
+    template <class Check>
+    MK_DEVICE bool poll_alone(Subject subject, u64 goal, const u64* signal, Check check) {
+        interleave();
+        u64 start = 0, next_look = 0;
+        Clock clock{};
+        for (u32 spins = 0;; ++spins) {
+            u64 seen = load_acquire(signal);
+            switch (check(seen)) {
+                case Poll::done: return true;
+                case Poll::refused: return fail(Reason::refused, subject, goal, seen, 0);
+                case Poll::mismatch: return fail(Reason::mismatch, subject, goal, seen, 0);
+                case Poll::pending: break;
+            }
+            pause(spins);
+            u64 now = now_ns();
+            if (start == 0) {
+                start = clock.since = now;
+                next_look = now + first_look_ns;
+            }
+            if (now < next_look) continue;
+            next_look = now + look_every_ns;
+            if (load_relaxed(&world_.pages[rank()]->abort)) return false;
+            // The signal once more, now that a peer is known to have closed: it may have been raised before that.
+            if (closed(subject.peer) && check(load_acquire(signal)) == Poll::pending)
+                return fail(Reason::closed, subject, goal, seen, now - start);
+            Phase phase = phase_of(subject.peer);
+            if (phase != clock.phase) clock = {phase, now};
+            u64 limit = phase == Phase::entered ? world_.progress_timeout_ns : world_.entry_timeout_ns;
+            if (limit && now - clock.since > limit)
+                return fail(phase == Phase::entered ? Reason::progress_timeout : Reason::entry_timeout, subject, goal,
+                            seen, now - start);
+        }
+    }
+
+    // A deadline counts anew when the peer gets further: a rank that plans has not entered, but is there.
+    enum class Phase { outside, announced, entered };
+    struct Clock {
+        Phase phase;
+        u64 since;
+    };
+
+    MK_DEVICE Phase phase_of(u64 peer) const {
+        if (peer != everyone) return phase_of_one(peer);
+        Phase least = Phase::entered;
+        for (u64 p = 0; p < size(); ++p) {
+            Phase phase = phase_of_one(p);
+            if (phase < least) least = phase;
+        }
+        return least;
+    }
+
+    MK_DEVICE Phase phase_of_one(u64 peer) const {
+        if (peer == rank()) return Phase::entered;
+        u64 called = load_relaxed(&world_.inbox[peer].called);
+        if (called >= target(u64(Called::ready))) return Phase::entered;
+        return called >= target(u64(Called::announced)) ? Phase::announced : Phase::outside;
+    }
+
+    MK_DEVICE bool closed(u64 peer) const { return peer != everyone && load_acquire(&world_.pages[peer]->closed); }
+
+    // Writes this rank's record, if it is the first, and then the abort words of all ranks. Always false.
+    MK_DEVICE bool fail(Reason reason, Subject subject, u64 expected, u64 seen, u64 waited_ns) {
+        HostPage* own = world_.pages[rank()];
+        if (fetch_add(world_.failures, 1) == 0) {
+            Record& record = own->by_kernel;
+            record.reason = u64(reason);
+            record.generation = generation_;
+            record.role = role_;
+            record.awaited = u64(subject.awaited);
+            record.index = subject.index;
+            record.peer = subject.peer;
+            record.expected = expected;
+            record.seen = seen;
+            record.waited_ns = waited_ns;
+            store_release<Scope::system>(&record.written, 1);
+            for (u64 i = 0; i < size(); ++i) {
+                u64* abort = &world_.pages[(rank() + i) % size()]->abort;
+                if (load_relaxed(abort) == 0) store_release<Scope::system>(abort, 1 + rank());
+            }
+        }
+        return false;
+    }
+
+    const World& world_;
+    Agent agent_;
+    u64 generation_;
+    u64 role_;
+    bool live_ = true;
+};
+
+}  // namespace mk

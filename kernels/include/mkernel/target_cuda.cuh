@@ -1,0 +1,132 @@
+// The cuda half of target.cuh.
+#pragma once
+
+#define MK_DEVICE __device__ __forceinline__
+#define MK_UNROLL _Pragma("unroll")
+
+// Threads of a block; a plan compiles its kernel with the count that its engine wants.
+#ifndef MK_THREADS
+#define MK_THREADS 256
+#endif
+
+#define MK_KERNEL(NAME, PARAMS, p) \
+    extern "C" __global__ void __launch_bounds__(MK_THREADS, 1) NAME(const __grid_constant__ PARAMS p)
+
+namespace mk {
+
+extern __shared__ __align__(1024) u8 dynamic_shared[];
+
+// The threads that act as one: a whole block, or (alone()) a single thread of it.
+class Agent {
+public:
+    static MK_DEVICE Agent current() { return Agent(threadIdx.x, blockDim.x); }
+    MK_DEVICE Agent alone() const { return Agent(0, 1); }
+
+    MK_DEVICE u32 index() const { return blockIdx.x; }
+    MK_DEVICE u32 count() const { return gridDim.x; }
+    MK_DEVICE u32 lane() const { return lane_; }
+    MK_DEVICE u32 lanes() const { return lanes_; }
+    MK_DEVICE u8* shared() const { return dynamic_shared; }
+
+    MK_DEVICE void sync() const {
+        if (lanes_ > 1) __syncthreads();
+    }
+
+    // Lane 0's verdict, to all lanes; also orders what lane 0 acquired before what they read next.
+    MK_DEVICE bool broadcast(bool verdict) const {
+        return lanes_ == 1 ? verdict : __syncthreads_or(lane_ == 0 && verdict);
+    }
+
+private:
+    MK_DEVICE Agent(u32 lane, u32 lanes) : lane_(lane), lanes_(lanes) {}
+    u32 lane_, lanes_;
+};
+
+MK_DEVICE u64 load_acquire(const u64* word) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+MK_DEVICE u64 load_relaxed(const u64* word) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+template <Scope scope>
+MK_DEVICE void store_release(u64* word, u64 value) {
+    if (scope == Scope::device)
+        asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+    else
+        asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+MK_DEVICE void store_relaxed(u64* word, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Only inside one GPU: acquire and release of all that its agents did before.
+MK_DEVICE u64 fetch_add(u64* word, u64 value) {
+    u64 old;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
+    return old;
+}
+
+MK_DEVICE u64 now_ns() {
+    u64 time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+}
+
+MK_DEVICE void pause(u32 spins) { __nanosleep(spins < 64 ? 20 : 100); }
+
+// Where a test may make a thread lose its turn; the GPU's own scheduler needs no help.
+MK_DEVICE void interleave() {}
+
+// A copy of `lines` runs of `bytes` by the lanes of an agent.
+class Transfer {
+public:
+    MK_DEVICE Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines,
+                       i64 bytes) {
+        u64 shape = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | to_pitch | from_pitch | bytes;
+        if (shape % 16 == 0)
+            run<uint4>(agent, to, to_pitch, from, from_pitch, lines, bytes);
+        else if (shape % 4 == 0)
+            run<u32>(agent, to, to_pitch, from, from_pitch, lines, bytes);
+        else
+            run<u8>(agent, to, to_pitch, from, from_pitch, lines, bytes);
+    }
+
+    // When it returns, what all lanes copied is done.
+    MK_DEVICE void finish(const Agent& agent) { agent.sync(); }
+
+private:
+    template <class Word>
+    static MK_DEVICE void run(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines,
+                              i64 bytes) {
+        i64 words = bytes / i64(sizeof(Word));
+        for (i64 i = agent.lane(); i < lines * words; i += agent.lanes()) {
+            i64 line = i / words, word = i % words;
+            reinterpret_cast<Word*>(static_cast<u8*>(to) + line * to_pitch)[word] =
+                reinterpret_cast<const Word*>(static_cast<const u8*>(from) + line * from_pitch)[word];
+        }
+    }
+};
+
+MK_DEVICE float float_from_half(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+MK_DEVICE u16 half_from_float(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+MK_DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
+MK_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+
+}  // namespace mk

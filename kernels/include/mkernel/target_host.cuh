@@ -1,0 +1,134 @@
+// The host half of target.cuh: what a kernel sees. How its lanes get to run is host_runtime.cuh's business.
+#pragma once
+
+#include <cstring>
+
+#include "host_runtime.cuh"
+
+#define MK_DEVICE inline
+#define MK_UNROLL
+
+#define MK_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Exports NAME_launch and NAME_simulate, and NAME_params_size for the check that Python means the same struct.
+#define MK_KERNEL(NAME, PARAMS, p)                                                                    \
+    static void NAME##_body(const PARAMS& p);                                                         \
+    static void NAME##_entry(const void* params) { NAME##_body(*static_cast<const PARAMS*>(params)); } \
+    MK_EXPORT mk::u64 NAME##_params_size() { return sizeof(PARAMS); }                                 \
+    MK_EXPORT int NAME##_launch(const mk::host::Launch* launch) {                                     \
+        return mk::host::run_on_threads(NAME##_entry, *launch);                                       \
+    }                                                                                                 \
+    MK_EXPORT int NAME##_simulate(const mk::host::Launch* launches, mk::u64 count,                    \
+                                  mk::host::Simulation* simulation) {                                 \
+        return mk::host::Simulator(NAME##_entry, launches, count, *simulation).run();                 \
+    }                                                                                                 \
+    static void NAME##_body(const PARAMS& p)
+
+namespace mk {
+
+// The lanes that act as one: those of a team, or (alone()) a single one of them.
+class Agent {
+public:
+    static Agent current() { return Agent(host::here(), host::here().team->lanes); }
+    Agent alone() const { return Agent(*self_, 1); }
+
+    u32 index() const { return self_->team->index; }
+    u32 count() const { return self_->team->count; }
+    u32 lane() const { return lanes_ == 1 ? 0 : self_->index; }
+    u32 lanes() const { return lanes_; }
+    u8* shared() const { return self_->team->shared; }
+
+    void sync() const {
+        if (lanes_ > 1) self_->team->barrier();
+    }
+
+    // Lane 0's verdict, to all lanes; also orders what lane 0 acquired before what they read next.
+    bool broadcast(bool verdict) const {
+        if (lanes_ == 1) return verdict;
+        if (lane() == 0) self_->team->verdict = verdict;
+        sync();
+        bool result = self_->team->verdict;
+        sync();
+        return result;
+    }
+
+private:
+    Agent(host::Lane& self, u32 lanes) : self_(&self), lanes_(lanes) {}
+    host::Lane* self_;
+    u32 lanes_;
+};
+
+inline u64 load_acquire(const u64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+inline u64 load_relaxed(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+template <Scope>
+inline void store_release(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+inline void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+inline u64 fetch_add(u64* word, u64 value) { return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL); }
+
+inline u64 now_ns() { return host::now_ns(); }
+inline void pause(u32 spins) { host::pause(spins); }
+inline void interleave() { host::interleave(); }
+
+// A copy of `lines` runs of `bytes` by the lanes of an agent. As a GPU's copy engine does, it moves the bytes at any
+// time until finish(): here at finish, or at once if the seed says so. So a reader that does not wait is caught.
+class Transfer {
+public:
+    Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines, i64 bytes)
+        : to_(static_cast<u8*>(to)), from_(static_cast<const u8*>(from)), to_pitch_(to_pitch), from_pitch_(from_pitch),
+          lines_(lines), bytes_(bytes) {
+        if (host::chance(2)) run(agent);
+    }
+
+    // When it returns, what all lanes copied is done.
+    void finish(const Agent& agent) {
+        run(agent);
+        agent.sync();
+    }
+
+private:
+    void run(const Agent& agent) {
+        bool dense = to_pitch_ == bytes_ && from_pitch_ == bytes_;
+        if (dense && agent.lanes() == 1 && lines_ > 0) std::memcpy(to_, from_, bytes_ * lines_);
+        else
+            for (i64 line = agent.lane(); line < lines_; line += agent.lanes())
+                std::memcpy(to_ + line * to_pitch_, from_ + line * from_pitch_, bytes_);
+        lines_ = 0;
+    }
+
+    u8* to_;
+    const u8* from_;
+    i64 to_pitch_, from_pitch_, lines_, bytes_;
+};
+
+inline u32 bits_of(float value) {
+    u32 bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float float_of(u32 bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// By integer operations: compilers do not agree on a half type, and these vectorise.
+inline float float_from_half(u16 half) {
+    u32 magnitude = u32(half & 0x7fff) << 13;
+    u32 sign = u32(half & 0x8000) << 16;
+    bool special = (half & 0x7c00) == 0x7c00;
+    float scaled = float_of(magnitude) * 0x1p112f;  // moves the exponent bias, and makes subnormals normal
+    return float_of(sign | (special ? magnitude | 0x7f800000 : bits_of(scaled)));
+}
+
+inline u16 half_from_float(float value) {
+    u32 magnitude = bits_of(value) & 0x7fffffff;
+    u16 sign = u16(bits_of(value) >> 16 & 0x8000);
+    if (magnitude > 0x7f800000) return sign | 0x7e00;
+    if (magnitude >= 0x477ff000) return sign | 0x7c00;                                      // 65520 and above
+    if (magnitude < 0x38800000)                                                             // subnormal as half
+        return sign | u16(bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f));             // the addition rounds
+    return sign | u16((magnitude + 0xc8000fff + (magnitude >> 13 & 1)) >> 13);              // to nearest, ties to even
+}
+
+}  // namespace mk

@@ -1,0 +1,153 @@
+// Data types, and the structs that Python fills in.
+#pragma once
+
+#include "target.cuh"
+
+namespace mk {
+
+// --- element types ---------------------------------------------------------------------------------------------------
+
+struct float16 { u16 bits; };
+struct bfloat16 { u16 bits; };
+
+MK_DEVICE float widen(float value) { return value; }
+MK_DEVICE double widen(double value) { return value; }
+MK_DEVICE float widen(float16 value) { return float_from_half(value.bits); }
+MK_DEVICE float widen(bfloat16 value) { return float_of(u32(value.bits) << 16); }
+
+// The type in which products of T are summed.
+template <class T> struct AccumulatorOf { using Type = float; };
+template <> struct AccumulatorOf<double> { using Type = double; };
+template <class T> using Accumulator = typename AccumulatorOf<T>::Type;
+
+// Rounds to nearest, ties to even.
+template <class T> MK_DEVICE T narrow(double value) { return T(value); }
+template <class T> MK_DEVICE T narrow(float value) { return T(value); }
+template <> MK_DEVICE float16 narrow<float16>(float value) { return {half_from_float(value)}; }
+template <> MK_DEVICE bfloat16 narrow<bfloat16>(float value) {
+    u32 bits = bits_of(value);
+    bool nan = (bits & 0x7fffffff) > 0x7f800000;
+    return {u16(nan ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+template <class T> MK_DEVICE T not_a_number() { return narrow<T>(Accumulator<T>(float_of(0x7fc00000))); }
+
+// --- structs shared with Python --------------------------------------------------------------------------------------
+// mkernel_cp/structs.py reads them from here. Every member is 8 bytes (u64, i64, a pointer) or another such struct, so no
+// compiler adds padding.
+
+// Where an array lies: a segment, which every peer has mapped, and an offset in bytes.
+struct Place {
+    u64 segment;
+    u64 offset;
+};
+
+// The first word of a rank to a peer in every call: what it calls, and where its operand and its output are.
+struct CallMessage {
+    u64 digest;  // of everything that all ranks must agree on
+    Place operand;
+    u64 operand_pitch;  // bytes from one line to the next
+};
+
+// What one peer tells this rank. Each word has one writer, that peer; `called` and `read` are signals (signal.cuh).
+struct Inbox {
+    u64 called;
+    u64 read;  // the peer has read all that it needs of this rank's operand
+    CallMessage message;
+    u64 reserved[2];  // the senders' cache lines stay apart; also used by the start-up self-test
+};
+
+// Why a wait failed; the names of the codes are in mkernel_cp/failure.py.
+struct Record {
+    u64 written;  // last, when the rest is there
+    u64 reason;
+    u64 generation;
+    u64 role;
+    u64 awaited;
+    u64 index;
+    u64 peer;
+    u64 expected;
+    u64 seen;
+    u64 waited_ns;
+};
+
+// One page per rank in host memory that all ranks of the node map: it works also when a GPU or a rank does not.
+struct HostPage {
+    u64 abort;   // 0, or 1 + the rank whose record says why (+ 2^32: its watcher's record, not its kernel's)
+    u64 closed;  // the rank has closed its communicator
+    Record by_kernel;
+    Record by_watcher;
+};
+
+// A communicator, as its kernels see it. Arrays have one entry per rank.
+struct World {
+    u64 rank;
+    u64 size;
+    u64 entry_timeout_ns;     // 0: no limit
+    u64 progress_timeout_ns;  // 0: no limit
+    u64* generation;          // of the last kernel that ended well
+    u64* counters;            // two banks of 1 + size
+    u64* failures;            // kernels' agents that failed: the first one writes the record
+    u64* bytes_from_peers;
+    Inbox* inbox;             // [peer]: what the peer tells this rank
+    Inbox** outbox;           // [peer]: this rank's inbox at the peer
+    HostPage** pages;
+    void** segments;          // [segment * size + rank]
+    u64 delay_seed;           // test hook: each agent starts up to delay_ns[its role] late
+    u64 delay_ns[4];
+};
+
+// How many agents each role gets.
+struct Split {
+    u64 movers;
+    u64 compute;
+};
+
+// A strided matrix; strides in elements.
+struct Matrix {
+    void* data;
+    i64 row_stride;
+    i64 column_stride;
+};
+
+struct TileShape {
+    i64 rows;
+    i64 columns;
+    i64 k;
+};
+
+// Rows of all ranks that are pulled to this one, chunk by chunk. Lines are what is contiguous: rows, or columns where the
+// operand travels in F order.
+struct LandingPlan {
+    u64 by_columns;
+    i64 k;
+    i64 chunk_rows;
+    i64 chunk_k;
+    i64* row_start;    // [rank], and the total behind the last
+    u8** data;         // [rank]
+    i64* pitch;        // [rank]: bytes from one line to the next
+    i64* first_chunk;  // [rank]: its first one in `arrived`
+    u64* arrived;      // a signal per chunk
+};
+
+// What does not change from call to call of allgather_gemm.
+struct AllGatherGemmPlan {
+    Split split;
+    u64 digest;
+    i64 n;  // columns of this rank's B; if 0, nothing is pulled
+    TileShape tile;
+    LandingPlan landing;
+};
+
+struct AllGatherGemmParams {
+    World* world;
+    AllGatherGemmPlan* plan;
+    CallMessage message;
+    Matrix a;  // this rank's rows
+    Matrix b;
+    Matrix c;
+};
+
+// --- end of the shared structs ---------------------------------------------------------------------------------------
+
+}  // namespace mk

@@ -1,0 +1,68 @@
+// Peers: the first message of a call, and where it says that their operands are.
+#pragma once
+
+#include "signal.cuh"
+
+namespace mk {
+
+class Peers : public Context {
+public:
+    using Context::Context;
+
+    // Tells every peer what this rank calls and where its operand is. One agent of the launch does it.
+    MK_DEVICE void announce(const CallMessage& message) {
+        for (u64 i = 1; i < size(); ++i) {
+            Inbox* there = world().outbox[(rank() + i) % size()];
+            if (agent().lane() == 0) there->message = message;
+            raise<Scope::system>(&there->called, u64(Called::ready));
+        }
+    }
+
+    // Waits until the peer has made the same call. False also if it makes another one, or has refused.
+    MK_DEVICE bool await_call(u64 peer, u64 digest) {
+        const Inbox& inbox = world().inbox[peer];
+        u64 goal = target(u64(Called::ready));
+        return poll(agent(), {Awaited::call, peer, 0}, goal, &inbox.called, [&](u64 seen) {
+            if (seen < target(u64(Called::announced))) return Poll::pending;
+            if (seen >= target(u64(Called::refused))) return Poll::refused;  // also when it is already a call further
+            if (inbox.message.digest != digest) return Poll::mismatch;
+            return seen >= goal ? Poll::done : Poll::pending;
+        });
+    }
+
+    MK_DEVICE const CallMessage& message_of(u64 peer) const { return world().inbox[peer].message; }
+
+    MK_DEVICE void* at(u64 peer, Place place) const {
+        return static_cast<u8*>(world().segments[place.segment * size() + peer]) + place.offset;
+    }
+
+    // Called by each of `readers` agents when it has read what it needs of the peer's operand: the last one tells it.
+    MK_DEVICE void have_read(u64 peer, u64 readers) {
+        agent().sync();
+        if (live() && agent().lane() == 0 && fetch_add(counter(1 + peer), 1) + 1 == readers)
+            store_release<Scope::system>(&world().outbox[peer]->read, target(1));
+    }
+
+    // The end of a launch for one agent. The last of them waits until no peer needs this rank's operand any more, so that
+    // the caller may overwrite it, and then makes the generation count. An agent that has failed is not counted.
+    MK_DEVICE void finish() {
+        agent().sync();
+        if (!live() || agent().lane() != 0) return;
+        if (fetch_add(counter(0), 1) + 1 != agent().count()) return;
+        for (u64 i = 1; i < size(); ++i) {
+            u64 peer = (rank() + i) % size();
+            if (!wait(agent().alone(), &world().inbox[peer].read, 1, {Awaited::read, peer, 0})) return;
+        }
+        for (u64 i = 0; i <= size(); ++i) *bank(generation() + 1, i) = 0;  // the next launch finds its bank clear
+        *world().generation = generation();
+    }
+
+private:
+    // Counters have many writers, all of this GPU. Each launch has its own bank of them.
+    MK_DEVICE u64* bank(u64 generation, u64 index) const {
+        return &world().counters[(generation & 1) * (1 + size()) + index];
+    }
+    MK_DEVICE u64* counter(u64 index) const { return bank(generation(), index); }
+};
+
+}  // namespace mk

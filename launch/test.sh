@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Lints, then runs the tests: bash launch/test.sh [PYTEST ARGUMENTS]. They need no GPU.
+set -euo pipefail
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+prepare test
+launcher --ranks 4 >/dev/null # the largest world that the tests start
+cd "$root"
+"$python" -m ruff check
+exec "$python" -m pytest "$@"

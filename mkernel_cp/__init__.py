@@ -1,0 +1,46 @@
+"""Fused kernels for HPC and ML-systems programs that run under mpirun on NumPy-style arrays.
+
+One kernel launch per call moves the data between ranks and computes, overlapped tile by tile.
+"""
+
+from .communicator import Communicator
+from .compiler import include_dir
+from .errors import (
+    ArgumentMismatchError,
+    CapacityError,
+    CompileError,
+    ConcurrentCallError,
+    ConfigurationError,
+    Error,
+    NetworkError,
+    OutOfMemoryError,
+    PeerError,
+    PeerLostError,
+    TimeoutError,
+)
+from .local_world import LocalWorld
+from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
+from .plan import Options
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllGatherGemm",
+    "ArgumentMismatchError",
+    "CapacityError",
+    "Communicator",
+    "CompileError",
+    "ConcurrentCallError",
+    "ConfigurationError",
+    "Error",
+    "LocalWorld",
+    "NetworkError",
+    "Options",
+    "OutOfMemoryError",
+    "PeerError",
+    "PeerLostError",
+    "TimeoutError",
+    "__version__",
+    "allgather_gemm",
+    "include_dir",
+]

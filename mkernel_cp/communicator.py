@@ -1,0 +1,821 @@
+"""`Communicator`: the ranks that make fused calls together, and the memory that they share."""
+
+import atexit
+import contextlib
+import ctypes
+import math
+import os
+import pickle
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import errors, failure, settings, structs
+from .failure import Awaited, Reason, Role
+from .host_pages import (
+    ANNOUNCED,
+    REFUSED,
+    HostPage,
+    SignalPage,
+    abort,
+    digest_of,
+    signal,
+    write_record,
+)
+from .links import SocketLinks
+from .memory import Heap, Segment, SegmentTable, round_up
+from .reference import array_split_counts
+from .watcher import Watcher
+
+_HEAP_GRAIN = 1 << 21
+
+
+@dataclass
+class TestHooks:
+    """What tests change in every launch of a communicator.
+
+    Attributes
+    ----------
+    lanes : int
+        Threads per agent.
+    seed : int
+        Draws random yields and early copies; 0 for none.
+    delay_ns : tuple of int
+        Per role, up to how long its agents start late.
+    run : callable or None
+        Takes the place of running a launch: called with (kernel, launch struct), returns an errno.
+    """
+
+    __test__ = False  # not a test class, whatever pytest thinks of its name
+    lanes: int = 1
+    seed: int = 0
+    delay_ns: tuple[int, ...] = (0, 0)
+    run: Callable[..., int] | None = None
+
+
+@dataclass(frozen=True)
+class Arena:
+    """The segment that serves all plans of a communicator: signals first, data behind.
+
+    Attributes
+    ----------
+    number : int
+        Of the segment.
+    signals, nbytes : int
+        Signal words at its start, and bytes of data behind them.
+    """
+
+    number: int
+    signals: int
+    nbytes: int
+
+    @staticmethod
+    def data_offset_for(signals: int) -> int:
+        """Return where the data start behind so many signals, in bytes."""
+        return round_up(8 * signals, 4096)
+
+
+class Communicator:
+    """Ranks that make fused calls together.
+
+    Making one is collective, like every call on it that is not said to be local. It is a context
+    manager; leaving it closes it.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or LocalComm, optional
+        The ranks; duplicated. Default: ``MPI.COMM_WORLD``.
+    target : {'auto', 'host', 'cuda'}, optional
+        What kernels are compiled for. 'auto' (and MKERNEL_TARGET unset) is 'host', since there is no
+        'cuda' target yet.
+    nodes : int or sequence of int, optional
+        Virtual nodes: their number, or the size of each. Default: MKERNEL_NODES, else the real
+        nodes. More than one node needs a network path, which does not exist yet.
+    entry_timeout, progress_timeout : float, optional
+        Seconds that a call waits for a peer to enter it (default 600), and for a peer that has
+        entered it to go on (default 30); 0 means no limit. MKERNEL_TIMEOUT changes the defaults.
+
+    Attributes
+    ----------
+    rank, size : int
+    node, num_nodes, local_rank, local_size : int
+    target : str
+    device : str
+        'cpu' on the host target.
+    mpi : mpi4py.MPI.Intracomm or LocalComm
+        The duplicate.
+
+    Raises
+    ------
+    ConfigurationError
+        On all ranks, if the ranks cannot work together or a setting is wrong on one of them.
+    OutOfMemoryError
+        On all ranks, if there is no shared memory.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import mkernel_cp as mk
+    >>> with mk.Communicator(MPI.COMM_WORLD) as comm:
+    ...     a = comm.asarray(rows_of_this_rank)
+    ...     c = mk.allgather_gemm(a, b, comm=comm)
+    """
+
+    def __init__(
+        self,
+        comm: Any = None,
+        *,
+        target: str = "auto",
+        nodes: int | Sequence[int] | None = None,
+        entry_timeout: float | None = None,
+        progress_timeout: float | None = None,
+    ):
+        if comm is None:
+            from mpi4py import MPI
+
+            comm = MPI.COMM_WORLD
+        settings.warn_unknown()
+        self._release: weakref.finalize | None = None
+        self._failure: errors.Error | None = None
+        self._closed = False
+        self._process = os.getpid()
+        self.mpi = comm.Dup()
+        self.rank, self.size = self.mpi.Get_rank(), self.mpi.Get_size()
+        try:
+            self._settle(target, nodes, entry_timeout, progress_timeout)
+            self._share_pages()
+            self._self_test()
+        except BaseException:
+            self._dismantle()
+            raise
+        _open.add(self)
+
+    # --- construction: the only place that may block in MPI ---------------------------------------
+
+    def _settle(self, target: Any, nodes: Any, entry: Any, progress: Any) -> None:
+        """Agree on what all ranks must have alike."""
+        local = self.mpi.Split_type(_shared_memory_type(self.mpi))
+        fact: Any
+        try:
+            defaults = settings.timeouts()
+            fact = {
+                "target": _target(target),
+                "nodes": _nodes(nodes, self.size),
+                "timeouts": (
+                    _seconds("entry_timeout", entry, defaults.entry),
+                    _seconds("progress_timeout", progress, defaults.progress),
+                ),
+            }
+        except (TypeError, ValueError, errors.Error) as error:
+            fact = error
+        facts = self.mpi.allgather((fact, local.Get_size()))
+        local.Free()
+        for rank, (fact, _) in enumerate(facts):
+            if isinstance(fact, Exception):
+                raise type(fact)(f"rank {rank}: {fact}")
+        first = facts[0][0]
+        for rank, (fact, _) in enumerate(facts):
+            if fact != first:
+                raise errors.ArgumentMismatchError(
+                    f"Communicator() on rank 0 has {first}, on rank {rank} {fact}; give all ranks "
+                    "the same arguments and the same MKERNEL_* variables"
+                )
+        if first["nodes"] != (self.size,) or any(size != self.size for _, size in facts):
+            raise errors.ConfigurationError(
+                f"{self.size} ranks are on more than one node (ranks per shared-memory node, as "
+                f"each rank sees it: {[size for _, size in facts]}; virtual nodes: "
+                f"{list(first['nodes'])}); there is no network path yet, so run all ranks on one "
+                "node and leave MKERNEL_NODES unset"
+            )
+        self.target, self.device = first["target"], "cpu"
+        self.node, self.num_nodes = 0, 1
+        self.local_rank, self.local_size = self.rank, self.size
+        self._entry_seconds, self._progress_seconds = first["timeouts"]
+
+    def _share_pages(self) -> None:
+        mk = structs.shared()
+        links = getattr(self.mpi, "links", None)
+        self._links = links() if links else SocketLinks(self.mpi)
+        self._watcher: Watcher | None = None
+        pages = self._exchange_blocking(HostPage.nbytes())
+        self._pages = [HostPage(segment) for segment in pages]
+        signals = self._exchange_blocking(SignalPage.nbytes(self.size))
+        self._signal_pages = [SignalPage(segment, self.size) for segment in signals]
+        self._signals = self._signal_pages[self.rank]
+        self._outbox = [
+            mk.Inbox.from_address(page.inbox_address(self.rank)) for page in self._signal_pages
+        ]
+        self._segments = SegmentTable(self.rank, self.size)
+        self._heap = Heap()
+        self._arena: Arena | None = None
+        self._agreements: dict[int, Any] = {}
+        self.plans: dict[Any, Any] = {}
+        self.hooks = TestHooks()
+        self._make_world()
+        if isinstance(self._links, SocketLinks):
+            watch = _Lost(self._pages, self.rank, self._signals)
+            self._watcher = Watcher(self._links.sockets, self._links.pids, watch)
+            self._watcher.start()
+        own = self._pages[self.rank]
+        self._release = weakref.finalize(
+            self, _drop, self._process, own, self._watcher, self._links
+        )
+        self._release.atexit = False  # _at_exit sees to it, in its order
+
+    def _exchange_blocking(self, nbytes: int) -> list[Segment]:
+        segment, problem = None, None
+        try:
+            segment = Segment.create(nbytes)
+        except errors.OutOfMemoryError as error:
+            problem = str(error)
+        problems = self.mpi.allgather(problem)
+        _raise_out_of_memory(problems)
+        return self._links.exchange(segment, lambda: None)
+
+    def _make_world(self) -> None:
+        """Fill in the struct by which kernels know this communicator."""
+        mk, page = structs.shared(), self._signals
+        self._inbox_pointers = np.array([ctypes.addressof(box) for box in self._outbox], np.uint64)
+        self._page_pointers = np.array([page.address for page in self._pages], np.uint64)
+        self._world = mk.World(
+            rank=self.rank,
+            size=self.size,
+            entry_timeout_ns=int(self._entry_seconds * 1e9),
+            progress_timeout_ns=int(self._progress_seconds * 1e9),
+            generation=page.generation_word.ctypes.data,
+            counters=page.counters.ctypes.data,
+            failures=page.failures_word.ctypes.data,
+            bytes_from_peers=page.bytes_word.ctypes.data,
+            inbox=page.inbox_address(0),
+            outbox=self._inbox_pointers.ctypes.data,
+            pages=self._page_pointers.ctypes.data,
+        )
+
+    def _self_test(self) -> None:
+        """Write a pattern to every peer and read back what they wrote."""
+        for peer, box in enumerate(self._outbox):
+            box.reserved[0] = _pattern(self.rank, peer)
+        self.mpi.allgather(None)
+        wrong = [
+            peer
+            for peer in range(self.size)
+            if self._signals.inbox[peer].reserved[0] != _pattern(peer, self.rank)
+            or self._signal_pages[peer].inbox[self.rank].reserved[0] != _pattern(self.rank, peer)
+        ]
+        results = self.mpi.allgather(wrong)
+        if any(results):
+            raise errors.ConfigurationError(
+                "shared memory does not carry data between these ranks (reader: writers): "
+                f"{ {rank: bad for rank, bad in enumerate(results) if bad} }"
+            )
+
+    # --- topology ---------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether no call can be made any more, after `close` or a failure."""
+        return self._closed or self._failed()
+
+    def row_counts(self, m: int) -> tuple[int, ...]:
+        """Return how many of `m` rows each rank gets if they are split as by `numpy.array_split`.
+
+        Local.
+        """
+        return array_split_counts(m, self.size)
+
+    def rows(self, m: int) -> slice:
+        """Return which of `m` rows are this rank's if they are split as by `numpy.array_split`.
+
+        Local.
+
+        Examples
+        --------
+        >>> a_r = a[comm.rows(len(a))]
+        """
+        counts = self.row_counts(m)
+        start = sum(counts[: self.rank])
+        return slice(start, start + counts[self.rank])
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return (
+            f"<Communicator rank {self.rank} of {self.size}, node {self.node} of {self.num_nodes} "
+            f"(local rank {self.local_rank} of {self.local_size}), target {self.target}, "
+            f"device {self.device}{state}>"
+        )
+
+    # --- arrays in segments -----------------------------------------------------------------------
+
+    def empty(self, shape: Any, dtype: Any = np.float64, order: str = "C") -> np.ndarray:
+        """Return an uninitialised array that peers can read in place.
+
+        Collective, but shapes and dtypes may differ by rank. Its memory is free for other arrays
+        when the last view of it is gone; that is local. The array may outlive the communicator.
+
+        Parameters
+        ----------
+        shape : int or tuple of int
+        dtype : data-type, optional
+        order : {'C', 'F'}, optional
+
+        Returns
+        -------
+        numpy.ndarray
+
+        Raises
+        ------
+        OutOfMemoryError
+            On all ranks, if one of them has no shared memory left; the communicator stays usable.
+        """
+        with self.refusing_alone():
+            shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+            shape = tuple(int(extent) for extent in shape)
+            dtype = np.dtype(dtype)
+            if min(shape, default=0) < 0:
+                raise ValueError(f"shape {shape}: negative dimensions are not allowed")
+            if dtype.hasobject:
+                raise TypeError(f"dtype {dtype}: objects cannot be shared between processes")
+            if order not in ("C", "F"):
+                raise ValueError(f"order {order!r}: not allowed; use 'C' or 'F'")
+        nbytes = math.prod(shape) * dtype.itemsize
+        full = self.agree("empty(), zeros() or asarray()", lambda: not self._heap.fits(nbytes))
+        if any(full):
+            segments = self._share(round_up(max(nbytes, 1), _HEAP_GRAIN))
+            self._segments.add(segments)
+            self._heap.add(segments[self.rank])
+        if order == "F":
+            return self._heap.allocate(shape[::-1], dtype).T
+        return self._heap.allocate(shape, dtype)
+
+    def zeros(self, shape: Any, dtype: Any = np.float64, order: str = "C") -> np.ndarray:
+        """Return an array of zeros that peers can read in place; see `empty`."""
+        array = self.empty(shape, dtype, order)
+        array[...] = 0
+        return array
+
+    def asarray(self, a: Any, dtype: Any = None) -> np.ndarray:
+        """Return `a` in memory that peers can read in place: `a` itself if it is there already.
+
+        Collective; see `empty`. A copy has the order of `a`, without gaps between its rows.
+        """
+        with self.refusing_alone():
+            a = np.asarray(a, dtype)
+        here = self.in_segment(a)
+        fortran = a.flags.f_contiguous and not a.flags.c_contiguous
+        copy = self.empty(0 if here else a.shape, a.dtype, "F" if fortran else "C")
+        if here:
+            return a
+        copy[...] = a
+        return copy
+
+    # --- agreement of the hosts -------------------------------------------------------------------
+
+    def agree(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """Give `work()` of every rank to all ranks; a generation of its own.
+
+        The ranks first announce what they are about to do, so that one that calls something else
+        ends in an error, not in a wait. An exception of `work` is raised on all ranks alike.
+        """
+        self._begin(what)
+        generation = self._signals.generation + 1
+        digest = digest_of(what)
+        self._pages[self.rank].set_text(generation, what)
+        for peer in self._peers():
+            box = self._outbox[peer]
+            box.message.digest = digest
+            box.called = signal(generation, ANNOUNCED)
+        try:
+            result = work()
+        except Exception as error:
+            result = _Raised(self.rank, error)
+        replies = self._gather(pickle.dumps((digest, result)), generation, digest)
+        values = []
+        for rank, (theirs, value) in enumerate(map(pickle.loads, replies)):
+            if theirs != digest:
+                self._fail(Reason.MISMATCH, rank, generation)
+            values.append(value)
+        self._signals.advance()
+        for value in values:
+            if isinstance(value, _Raised):
+                raise value.error
+        return values
+
+    def _gather(self, data: bytes, generation: int, digest: int) -> list[bytes]:
+        """Allgather of bytes, polled: MPI never blocks this rank while another may be gone."""
+        lengths = np.zeros(self.size, np.int64)
+        own = np.array([len(data)], np.int64)
+        self._complete(self.mpi.Iallgather(own, lengths), (own, lengths), generation, digest)
+        width = int(lengths.max())
+        padded = np.frombuffer(data.ljust(width, b"\0"), np.uint8).copy()
+        everything = np.zeros((self.size, width), np.uint8)
+        request = self.mpi.Iallgather(padded, everything)
+        self._complete(request, (padded, everything), generation, digest)
+        return [row[:n].tobytes() for row, n in zip(everything, lengths, strict=True)]
+
+    def _complete(self, request: Any, buffers: Any, generation: int, digest: int) -> None:
+        start = time.monotonic()
+        tries = 0
+        while not request.Test():
+            tries += 1
+            try:
+                self._look(generation, digest, time.monotonic() - start)
+            except BaseException:
+                # MPI may write to them until the process ends.
+                _abandoned.append((request, buffers))
+                raise
+            time.sleep(0 if tries < 100 else 1e-3 if tries > 1000 else 5e-5)
+
+    def _look(self, generation: int, digest: int, waited: float) -> None:
+        """Raise if this agreement cannot come about any more."""
+        self._raise_failure()
+        for peer in self._peers():
+            inbox = self._signals.inbox[peer]
+            called = inbox.called
+            if called >> 32 > generation:
+                continue  # it has all our data, and went on
+            if called == signal(generation, REFUSED):
+                self._fail(Reason.REFUSED, peer, generation)
+            if called >= signal(generation, ANNOUNCED):
+                if inbox.message.digest != digest:
+                    self._fail(Reason.MISMATCH, peer, generation)
+                continue  # it is at work, and its death would be noticed
+            if self._pages[peer].words.closed:
+                self._fail(Reason.CLOSED, peer, generation)
+            if self._entry_seconds and waited > self._entry_seconds:
+                self._fail(Reason.ENTRY_TIMEOUT, peer, generation, waited)
+
+    def _share(self, nbytes: int) -> list[Segment]:
+        """Return a new segment of every rank; all ranks succeed or none does."""
+        created: list[Segment] = []
+        mapped: list[Segment] = []
+        try:
+            self.agree("to share memory", lambda: created.append(Segment.create(nbytes)))
+        except BaseException:
+            for segment in created:
+                segment.close_fd()
+            raise
+        self.agree(
+            "to map shared memory",
+            lambda: mapped.extend(self._links.exchange(created[0], self._raise_failure)),
+        )
+        return mapped
+
+    # --- what operators need ----------------------------------------------------------------------
+
+    def agreement(self, what: str, need: Callable[[], tuple[int, int]], work: Callable[[], Any]):
+        """Return what the ranks agreed on for `what`, asking them if it is new to them.
+
+        It is new to all ranks or to none, since `what` holds nothing but what all must agree on.
+
+        Parameters
+        ----------
+        what : str
+            The operator and all agreed extents, dtypes and options.
+        need : callable
+            Signals and bytes of the arena; a function of `what` alone.
+        work : callable
+            This rank's contribution.
+
+        Returns
+        -------
+        list
+            The contributions of all ranks.
+        """
+        key = digest_of(what)
+        if key not in self._agreements:
+            answers = self.agree(what, work)
+            self._reserve(*need())
+            self._agreements[key] = answers
+        return self._agreements[key]
+
+    def _reserve(self, signals: int, nbytes: int) -> None:
+        old = self._arena
+        if old and old.signals >= signals and old.nbytes >= nbytes:
+            return
+        signals = max(signals, old.signals if old else 0)
+        nbytes = max(nbytes, old.nbytes if old else 0)
+        if old:
+            # Nobody uses it: every rank has come here, so every earlier call is over.
+            self._arena = None
+            self._segments.remove(old.number)
+        segments = self._share(Arena.data_offset_for(signals) + nbytes)
+        self._arena = Arena(self._segments.add(segments), signals, nbytes)
+
+    @property
+    def arena(self) -> Arena | None:
+        """The arena as it is; a plan made for an earlier one binds its addresses again."""
+        return self._arena
+
+    @property
+    def segments(self) -> SegmentTable:
+        """Every rank's segments."""
+        return self._segments
+
+    def in_segment(self, a: np.ndarray) -> bool:
+        """Return whether all of a user's array lies in a heap segment, where peers can read it."""
+        place = self._segments.locate(*extent(a)) if a.size else None
+        return place is not None and (self._arena is None or place.segment != self._arena.number)
+
+    @staticmethod
+    def digest(what: str) -> int:
+        """Return the digest by which kernels compare what their ranks call."""
+        return digest_of(what)
+
+    @property
+    def world_address(self) -> int:
+        """Address of the ``World`` struct."""
+        return ctypes.addressof(self._world)
+
+    @property
+    def bytes_from_peers(self) -> int:
+        """Bytes that kernels have brought here from peers, as they counted them."""
+        return int(self._signals.bytes_word[0])
+
+    def prepare(self, kernel: Any, params: ctypes.Structure, agents: int, shared_bytes: int) -> Any:
+        """Return the launch struct for a kernel; keeps `params` alive."""
+        self._world.segments = self._segments.pointers.ctypes.data
+        for role, delay in enumerate(self.hooks.delay_ns):
+            self._world.delay_ns[role] = delay
+        self._world.delay_seed = self.hooks.seed * self.size + self.rank
+        return kernel.request(params, agents, self.hooks.lanes, shared_bytes, self._lane_seed())
+
+    def _lane_seed(self) -> int:
+        if not self.hooks.seed:
+            return 0
+        return (self.hooks.seed * self.size + self.rank) * 1_000_003 + self._signals.generation + 1
+
+    def run(self, kernel: Any, request: Any, what: str) -> None:
+        """Run a launch to its end; raise what any rank raised in it."""
+        generation = self._signals.generation + 1
+        self._pages[self.rank].set_text(generation, what)
+        status = (self.hooks.run or kernel.run)(request)
+        if status:
+            error = errors.OutOfMemoryError(f"rank {self.rank}: {what}: {os.strerror(status)}")
+            self.refuse(error)
+            raise error
+        if self._signals.generation != generation:
+            self._raise_failure()
+            raise errors.Error(f"{what}: the kernel ended without result or record")
+
+    @contextlib.contextmanager
+    def refusing_alone(self) -> Iterator[None]:
+        """Run what one rank may refuse by itself; if it does, tell the peers why."""
+        self._begin("a call")
+        try:
+            yield
+        except (ValueError, TypeError, MemoryError, errors.Error) as error:
+            self.refuse(error)
+            raise
+
+    def refuse(self, error: Exception) -> None:
+        """Post an error in place of this rank's next call, so that no peer waits for it."""
+        generation = self._signals.generation + 1
+        text = f"{type(error).__name__}: {error}"
+        self._pages[self.rank].set_text(generation, text)
+        for peer in self._peers():
+            self._outbox[peer].called = signal(generation, REFUSED)
+        self._signals.advance()
+
+    def _peers(self) -> Iterator[int]:
+        return ((self.rank + i) % self.size for i in range(1, self.size))
+
+    # --- failure and end --------------------------------------------------------------------------
+
+    def _begin(self, what: str) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"{what} in a forked child: a communicator belongs to the process that made it; "
+                "start the child by 'spawn', or make the communicator after the fork"
+            )
+        if self._closed:
+            raise ValueError(f"{what} on a closed communicator")
+        self._raise_failure()
+
+    def _failed(self) -> bool:
+        return self._failure is not None or bool(self._pages[self.rank].words.abort)
+
+    def _raise_failure(self) -> None:
+        if self._failed():
+            raise self._pending()
+
+    def _pending(self) -> errors.Error | None:
+        """Return the failure that this communicator met, if any; it closes it for all calls."""
+        if self._failure is None and self._pages[self.rank].words.abort:
+            word = self._pages[self.rank].words.abort
+            origin = (word & 0xFFFFFFFF) - 1
+            words = self._pages[origin].words
+            record = words.by_watcher if word >> 32 else words.by_kernel
+            texts = [page.text(record.generation) for page in self._pages]
+            self._failure = failure.build(origin, record, texts)
+            if record.reason == Reason.LOST:
+                _lost.append(str(self._failure))
+        return self._failure
+
+    def _fail(self, reason: Reason, peer: int, generation: int, waited: float = 0.0) -> None:
+        """Record a failure that the host saw, tell all ranks, and raise it."""
+        page = self._pages[self.rank]
+        if self._signals.failures_word[0] == 0:
+            self._signals.failures_word[0] = 1
+            write_record(
+                page,
+                by_watcher=False,
+                reason=reason,
+                generation=generation,
+                role=Role.HOST,
+                awaited=Awaited.AGREEMENT,
+                peer=peer,
+                expected=signal(generation, ANNOUNCED),
+                seen=self._signals.inbox[peer].called,
+                waited_ns=int(waited * 1e9),
+            )
+            abort([page, *self._pages], self.rank)
+        self._raise_failure()
+
+    def synchronize(self) -> None:
+        """Raise the failure of an earlier call, if there was one. Local.
+
+        On the host target a call returns when it is complete, so there is nothing to wait for.
+        """
+        self._begin("synchronize()")
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it; under the deadlines of a call, as MPI's is not."""
+        self.agree("barrier()", lambda: None)
+
+    def close(self) -> None:
+        """Free what the communicator holds. Arrays in its segments stay valid here.
+
+        Collective over MPI, but never waits for a rank. May be called again.
+
+        Raises
+        ------
+        Error
+            The failure of an earlier call, once.
+        """
+        if self._closed:
+            return
+        pending = self._pending()
+        self._dismantle()
+        if pending is not None:
+            raise pending
+
+    def __enter__(self) -> "Communicator":
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        if value is None:
+            self.close()
+        elif not self._closed:
+            self._pending()
+            self._dismantle()
+
+    def _dismantle(self) -> None:
+        self._closed = True
+        _open.discard(self)
+        for plan in list(getattr(self, "plans", {}).values()):
+            plan.close()
+        if self._release is not None:
+            self._release()
+            self._segments, self._heap = SegmentTable(self.rank, self.size), Heap()
+        if self._failure is None and self._process == os.getpid() and not _finalized(self.mpi):
+            self.mpi.Free()
+
+
+class _Raised:
+    """An exception of one rank, on its way to all."""
+
+    def __init__(self, rank: int, error: Exception):
+        try:
+            self.error = type(error)(f"rank {rank}: {error}")
+            pickle.loads(pickle.dumps(self.error))
+        except Exception:
+            self.error = errors.PeerError(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+class _Lost:
+    """What the watcher does about a lost peer; holds no communicator, so it keeps none alive."""
+
+    def __init__(self, pages: Sequence[HostPage], rank: int, signals: SignalPage):
+        self._pages, self._rank, self._signals = pages, rank, signals
+
+    def __call__(self, peer: int) -> None:
+        own = self._pages[self._rank]
+        # A rank that has closed needs no obituary: who still waits for it sees that it has.
+        if self._pages[peer].words.closed or own.words.abort:
+            return
+        generation = self._signals.generation + 1
+        write_record(own, by_watcher=True, reason=Reason.LOST, peer=peer, generation=generation)
+        abort([own], self._rank, by_watcher=True)
+
+
+def _drop(process: int, page: HostPage, watcher: Watcher | None, links: Any) -> None:
+    """Let go of a communicator's threads and sockets; peers see that it has closed."""
+    if process != os.getpid():
+        return  # a forked child: all of it is its parent's
+    page.words.closed = 1
+    if watcher is not None:
+        watcher.stop()
+    links.close()
+
+
+def _shared_memory_type(mpi: Any) -> int:
+    kind = getattr(mpi, "COMM_TYPE_SHARED", None)
+    if kind is None:
+        from mpi4py import MPI
+
+        kind = MPI.COMM_TYPE_SHARED
+    return kind
+
+
+def _finalized(mpi: Any) -> bool:
+    if hasattr(mpi, "links"):
+        return False
+    from mpi4py import MPI
+
+    return MPI.Is_finalized()
+
+
+def _target(target: str) -> str:
+    if target not in settings.TARGETS:
+        allowed = ", ".join(settings.TARGETS)
+        raise ValueError(f"target {target!r}: not allowed; use one of {allowed}")
+    target = settings.target() if target == "auto" else target
+    if target == "cuda":
+        raise errors.ConfigurationError("there is no cuda target yet; use target='host' or 'auto'")
+    return "host"
+
+
+def _nodes(nodes: Any, size: int) -> tuple[int, ...]:
+    nodes = settings.nodes() if nodes is None else nodes
+    if nodes is None:
+        return (size,)
+    if isinstance(nodes, int):
+        if not 1 <= nodes <= size:
+            raise ValueError(f"nodes={nodes}: not allowed; use 1 to {size}, the number of ranks")
+        return array_split_counts(size, nodes)
+    sizes = tuple(int(count) for count in nodes)
+    if sum(sizes) != size or min(sizes) < 1:
+        raise ValueError(
+            f"nodes={list(sizes)}: the sizes must be positive and add up to the {size} ranks"
+        )
+    return sizes
+
+
+def _seconds(name: str, value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    value = float(value)
+    # The kernels count in 64-bit nanoseconds; a century is no limit that anybody means.
+    if not 0 <= value <= 3.2e9:
+        raise ValueError(f"{name}={value}: not allowed; use seconds from 0 (no limit) to 3.2e9")
+    return value
+
+
+def _raise_out_of_memory(problems: Sequence[str | None]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise errors.OutOfMemoryError(f"rank {rank}: {problem}")
+
+
+def _pattern(writer: int, reader: int) -> int:
+    return digest_of(f"self-test {writer} {reader}")
+
+
+def extent(a: np.ndarray) -> tuple[int, int]:
+    """Return the lowest address of an array and the bytes up to its highest."""
+    low, high = np.lib.array_utils.byte_bounds(a)
+    return low, high - low
+
+
+_open: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+_abandoned: list[Any] = []
+_lost: list[str] = []
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Leave with an error if a failure was never reported, and without MPI if a rank is lost."""
+    unreported = []
+    for comm in list(_open):
+        if comm._process != os.getpid():
+            continue
+        error = comm._pending()
+        if error is not None:
+            unreported.append(f"{type(error).__name__}: {error}")
+        comm._release()
+    if unreported or (_lost and _owner == os.getpid()):
+        for text in unreported or _lost[:1]:
+            print(f"mkernel_cp: {text}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+_owner = os.getpid()
+
+__all__ = ["Communicator"]

@@ -1,0 +1,99 @@
+"""Why a call failed: the record that a kernel or a watcher left, as an exception.
+
+The rank that sees a failure first writes a record into its page and its number into the abort word
+of every rank. All ranks read that one record, so all raise the same.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from . import errors
+
+EVERYONE = 2**64 - 1
+
+
+class Reason(enum.IntEnum):
+    """Why a wait ended without its signal; as in signal.cuh, and two that only the host sees."""
+
+    ENTRY_TIMEOUT = 1
+    PROGRESS_TIMEOUT = 2
+    MISMATCH = 3
+    REFUSED = 4
+    CLOSED = 5
+    LOST = 6
+
+
+class Role(enum.IntEnum):
+    """Roles of agents, as in roles.cuh, and the host itself."""
+
+    MOVER = 0
+    COMPUTE = 1
+    HOST = 15
+
+
+class Awaited(enum.IntEnum):
+    """Subjects of a wait, as in signal.cuh, and agreements of the hosts."""
+
+    CALL = 1
+    ARRIVAL = 2
+    READ = 3
+    AGREEMENT = 4
+
+
+_AWAITED = {
+    Awaited.CALL: "the call of {peer}",
+    Awaited.ARRIVAL: "the arrival of chunk {index}",
+    Awaited.READ: "{peer} to have read this rank's operand",
+    Awaited.AGREEMENT: "{peer} to agree",
+}
+
+
+def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
+    """Return the exception for a record.
+
+    Parameters
+    ----------
+    origin : int
+        The rank whose record it is.
+    record : ctypes.Structure
+        A ``Record`` of types.cuh.
+    texts : sequence of str
+        Per rank, what it calls (or, for a refusal, why not).
+
+    Returns
+    -------
+    errors.Error
+    """
+    reason, peer = Reason(record.reason), record.peer
+    names = "every peer" if peer == EVERYONE else f"rank {peer}"
+    if reason is Reason.MISMATCH:
+        return errors.ArgumentMismatchError(
+            f"ranks disagree: rank {origin} calls {texts[origin]}; rank {peer} calls {texts[peer]}."
+            " All ranks must make the same calls in the same order, with the same agreed arguments"
+        )
+    if reason is Reason.REFUSED:
+        return errors.PeerError(f"rank {peer} raised instead of calling: {texts[peer]}")
+    if reason is Reason.LOST:
+        return errors.PeerLostError(f"lost rank {peer}: its process has ended or is unreachable")
+    if reason is Reason.CLOSED:
+        return errors.PeerLostError(
+            f"rank {peer} has closed its communicator while rank {origin} calls {texts[origin]}"
+        )
+    what = _AWAITED[Awaited(record.awaited)].format(peer=names, index=record.index)
+    entry = reason is Reason.ENTRY_TIMEOUT
+    remedy = (
+        f"{names} did not make this call: do all ranks make the same calls? entry_timeout= sets "
+        "how long to wait"
+        if entry
+        else "progress_timeout= sets how long to wait once all ranks have entered the call"
+    )
+    return errors.TimeoutError(
+        f"rank {origin} waited {record.waited_ns * 1e-9:.3g} s in {texts[origin]} for {what} "
+        f"({Role(record.role).name.lower()}, generation {record.generation}, signal expected "
+        f"{_signal(record.expected)}, seen {_signal(record.seen)}). {remedy}"
+    )
+
+
+def _signal(value: int) -> str:
+    return f"{value >> 32}:{value & 0xFFFFFFFF}"

@@ -1,0 +1,87 @@
+"""Kernels of the host target: compiled to a shared library, called through ctypes."""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+from . import compiler, errors, structs
+
+
+class HostKernel:
+    """A kernel of the host target.
+
+    Parameters
+    ----------
+    name : str
+        Of the ``.cu`` file and of the kernel in it.
+    defines : mapping of str to str
+        Preprocessor definitions: its dtypes.
+    params : type
+        The struct that it takes.
+    """
+
+    def __init__(self, name: str, defines: Mapping[str, str], params: type[ctypes.Structure]):
+        library = compiler.host_library(compiler.kernel_source(name), defines=defines)
+        size = getattr(library, f"{name}_params_size")
+        size.restype = ctypes.c_uint64
+        if size() != ctypes.sizeof(params):
+            raise errors.CompileError(
+                f"{name}.cu takes a struct of {size()} bytes, Python passes "
+                f"{ctypes.sizeof(params)}: kernels and package are of different versions"
+            )
+        self._launch = getattr(library, f"{name}_launch")
+        self._launch.argtypes = [ctypes.c_void_p]
+        self._simulate = getattr(library, f"{name}_simulate")
+        self._simulate.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]
+
+    @staticmethod
+    def request(
+        params: ctypes.Structure, agents: int, lanes: int, shared_bytes: int, seed: int
+    ) -> ctypes.Structure:
+        """Return the struct that asks for a launch; the caller keeps `params` alive."""
+        return structs.host().Launch(
+            params=ctypes.addressof(params),
+            agents=agents,
+            lanes=lanes,
+            shared_bytes=shared_bytes,
+            seed=seed,
+        )
+
+    def run(self, request: ctypes.Structure) -> int:
+        """Launch on threads and wait; return 0, or an errno if nothing could be started."""
+        return self._launch(ctypes.byref(request))
+
+    def simulate(
+        self,
+        requests: Sequence[ctypes.Structure],
+        seed: int,
+        *,
+        stopped_rank: int | None = None,
+        stop_step: int = 0,
+    ) -> ctypes.Structure:
+        """Run the launches of all ranks in this thread, interleaved by a seed, in virtual time.
+
+        Parameters
+        ----------
+        requests : sequence of ctypes.Structure
+            One per rank.
+        seed : int
+        stopped_rank : int, optional
+            This rank gets no turn any more after `stop_step` turns of all.
+        stop_step : int, optional
+
+        Returns
+        -------
+        ctypes.Structure
+            ``Simulation``: steps taken, and virtual nanoseconds.
+        """
+        structures = structs.host()
+        simulation = structures.Simulation(
+            seed=seed,
+            stopped_launch=2**64 - 1 if stopped_rank is None else stopped_rank,
+            stop_step=stop_step,
+        )
+        array = (structures.Launch * len(requests))(*requests)
+        status = self._simulate(ctypes.byref(array), len(requests), ctypes.byref(simulation))
+        if status:
+            raise errors.TimeoutError("a simulated launch waits for ever: a wait has no deadline")
+        return simulation

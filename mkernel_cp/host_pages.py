@@ -1,0 +1,128 @@
+"""The pages through which ranks of a node speak without MPI: signals, abort words, texts of calls."""
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from . import structs
+from .memory import Segment, round_up
+
+# Progress of Inbox.called, as in signal.cuh.
+ANNOUNCED, REFUSED = 1, 3
+
+_LINE = 64
+_TEXT_SLOTS, _TEXT_BYTES = 16, 2048
+
+
+def signal(generation: int, progress: int) -> int:
+    """Return the value of a signal."""
+    return generation << 32 | progress
+
+
+def digest_of(text: str) -> int:
+    """Return 64 bits that stand for a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+class SignalPage:
+    """A rank's generation, counters and inbox, in memory that its kernels and its peers write.
+
+    Parameters
+    ----------
+    segment : Segment
+        At least `nbytes(size)`, zeroed when the rank creates it.
+    size : int
+        Number of ranks.
+    """
+
+    # generation, failures, bytes_from_peers: one line each, as different agents write them.
+    _HEADER_LINES = 3
+
+    def __init__(self, segment: Segment, size: int):
+        mk = structs.shared()
+        self._segment = segment
+        words = segment.bytes.view(np.uint64)
+        self.generation_word = words[0:1]
+        self.failures_word = words[8:9]
+        self.bytes_word = words[16:17]
+        start = self._HEADER_LINES * _LINE
+        self.counters = words[start // 8 : start // 8 + 2 * (1 + size)]
+        self._inbox_address = segment.address + start + round_up(self.counters.nbytes, _LINE)
+        self.inbox = (mk.Inbox * size).from_address(self._inbox_address)
+
+    @classmethod
+    def nbytes(cls, size: int) -> int:
+        """Return the bytes that a page for so many ranks takes."""
+        inbox = size * ctypes.sizeof(structs.shared().Inbox)
+        return cls._HEADER_LINES * _LINE + round_up(16 * (1 + size), _LINE) + inbox
+
+    def inbox_address(self, peer: int) -> int:
+        """Return the address of what `peer` tells this rank."""
+        return self._inbox_address + peer * ctypes.sizeof(self.inbox[0])
+
+    @property
+    def generation(self) -> int:
+        """Of the last call or agreement that ended well."""
+        return int(self.generation_word[0])
+
+    def advance(self) -> None:
+        """Count a generation that no kernel ran for."""
+        self.counters[:] = 0
+        self.generation_word[0] += np.uint64(1)
+
+
+class HostPage:
+    """A rank's abort word and records, and the texts of its last calls, in host memory.
+
+    Parameters
+    ----------
+    segment : Segment
+        At least `nbytes()`, zeroed when the rank creates it.
+    """
+
+    def __init__(self, segment: Segment):
+        page = structs.shared().HostPage
+        self._segment = segment
+        self.address = segment.address
+        self.words = page.from_address(segment.address)
+        start = round_up(ctypes.sizeof(page), _LINE)
+        slots = segment.bytes[start : start + _TEXT_SLOTS * _TEXT_BYTES]
+        self._texts = slots.reshape(_TEXT_SLOTS, _TEXT_BYTES)
+
+    @staticmethod
+    def nbytes() -> int:
+        """Return the bytes that a page takes."""
+        page = ctypes.sizeof(structs.shared().HostPage)
+        return round_up(page, _LINE) + _TEXT_SLOTS * _TEXT_BYTES
+
+    def set_text(self, generation: int, text: str) -> None:
+        """Say what this rank calls in a generation, or why it refuses to."""
+        data = text.encode()[: _TEXT_BYTES - 16]
+        slot = self._texts[generation % _TEXT_SLOTS]
+        slot[:16].view(np.uint64)[:] = generation, len(data)
+        slot[16 : 16 + len(data)] = np.frombuffer(data, np.uint8)
+
+    def text(self, generation: int) -> str:
+        """Return what the rank said of a generation."""
+        slot = self._texts[generation % _TEXT_SLOTS]
+        said, length = slot[:16].view(np.uint64).tolist()
+        if said != generation:
+            return "nothing"
+        return slot[16 : 16 + length].tobytes().decode(errors="replace")
+
+
+def write_record(page: HostPage, *, by_watcher: bool, **fields: int) -> None:
+    """Write a record whose fields are those of the struct; `written` last."""
+    record = page.words.by_watcher if by_watcher else page.words.by_kernel
+    for name, value in fields.items():
+        setattr(record, name, value)
+    record.written = 1
+
+
+def abort(pages: Sequence[HostPage], rank: int, *, by_watcher: bool = False) -> None:
+    """Point the abort words of pages that have none to the record of `rank`."""
+    for page in pages:
+        if not page.words.abort:
+            page.words.abort = (1 + rank) | (by_watcher << 32)

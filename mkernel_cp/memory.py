@@ -1,0 +1,207 @@
+"""Memory that peers of a node can reach: segments, the heap of user arrays, the arena of plans.
+
+On the host target a segment is an anonymous file in memory (memfd) that every peer maps. It has no
+name, so a killed process leaves nothing behind.
+"""
+
+import bisect
+import collections
+import math
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import errors
+
+ALIGNMENT = 256
+_PAGE = mmap.PAGESIZE
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+class Segment:
+    """Bytes of one rank, mapped into this process.
+
+    Parameters
+    ----------
+    fd : int
+        The memory file; the segment owns it.
+    nbytes : int
+        Its size.
+    """
+
+    def __init__(self, fd: int, nbytes: int):
+        self.nbytes = nbytes
+        self._fd: int | None = fd
+        try:
+            # An empty file cannot be mapped; create() makes none.
+            self._map = mmap.mmap(fd, nbytes)
+        except OSError as error:
+            self.close_fd()
+            raise errors.OutOfMemoryError(
+                f"cannot map {nbytes} bytes of shared memory: {error.strerror}"
+            ) from None
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        self.address = self.bytes.ctypes.data
+
+    @classmethod
+    def create(cls, nbytes: int) -> "Segment":
+        """Allocate a segment of at least `nbytes`, zeroed; OutOfMemoryError if that fails."""
+        nbytes = round_up(max(nbytes, 1), _PAGE)
+        try:
+            fd = os.memfd_create("mkernel_cp", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise errors.OutOfMemoryError(f"memfd_create: {error.strerror}") from None
+        try:
+            # Reserved now: a later page fault without memory would be a SIGBUS.
+            os.posix_fallocate(fd, 0, nbytes)
+        except (OSError, OverflowError) as error:
+            os.close(fd)
+            raise errors.OutOfMemoryError(
+                f"cannot allocate {nbytes} bytes of shared memory: {error}"
+            ) from None
+        return cls(fd, nbytes)
+
+    @property
+    def fd(self) -> int:
+        """The memory file, until `close_fd`."""
+        return self._fd
+
+    def close_fd(self) -> None:
+        """Close the file: the mapping stays, until the last array over it is gone."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class _Block:
+    """What an array in a segment holds on to: when its last view goes, its bytes are free again."""
+
+    def __init__(self, address: int, nbytes: int, segment: Segment):
+        self._segment = segment
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+        }
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where an address lies: in this rank's segment number `segment`, at `offset` bytes."""
+
+    segment: int
+    offset: int
+
+
+class Heap:
+    """The blocks of this rank's heap segments that user arrays do not occupy.
+
+    Allocating and freeing are local; only adding a segment concerns the other ranks.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, int]] = []  # (address, bytes), by address
+        self._segments: dict[int, Segment] = {}
+        # A garbage collector may free in the middle of allocate(): it only leaves a note here.
+        self._returned: collections.deque[tuple[int, int]] = collections.deque()
+
+    def add(self, segment: Segment) -> None:
+        """Make a whole segment available."""
+        self._segments[segment.address] = segment
+        self._insert(segment.address, segment.nbytes)
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether `allocate` would succeed."""
+        self._take_back()
+        return any(size >= _padded(nbytes) for _, size in self._free)
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an uninitialised array; the room must be there (`fits`)."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        need = _padded(nbytes)
+        index = next(i for i, (_, size) in enumerate(self._free) if size >= need)
+        address, size = self._free.pop(index)
+        if size > need:
+            self._free.insert(index, (address + need, size - need))
+        start = max(s for s in self._segments if s <= address)
+        block = _Block(address, nbytes, self._segments[start])
+        weakref.finalize(block, self._returned.append, (address, need)).atexit = False
+        return np.asarray(block).view(dtype).reshape(shape)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            self._insert(*self._returned.popleft())
+
+    def _insert(self, address: int, nbytes: int) -> None:
+        index = bisect.bisect(self._free, (address, 0))
+        end = address + nbytes
+        # Neighbours merge, except across segments that happen to be mapped side by side.
+        if index < len(self._free) and self._free[index][0] == end and end not in self._segments:
+            nbytes += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == address and address not in self._segments:
+            index -= 1
+            address, before = self._free.pop(index)
+            nbytes += before
+        self._free.insert(index, (address, nbytes))
+
+
+def _padded(nbytes: int) -> int:
+    return round_up(max(nbytes, 1), ALIGNMENT)
+
+
+class SegmentTable:
+    """Every rank's segments, by number: what kernels turn a (segment, offset) of a peer into.
+
+    Parameters
+    ----------
+    rank, size : int
+        This rank, and how many there are.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self._rank, self._size = rank, size
+        self._rows: list[list[Segment] | None] = []
+        self.pointers = np.zeros((0, size), np.uint64)
+
+    def add(self, segments: list[Segment]) -> int:
+        """Add a segment of every rank, in rank order; return their number."""
+        if None in self._rows:
+            number = self._rows.index(None)
+            self._rows[number] = segments
+        else:
+            number = len(self._rows)
+            self._rows.append(segments)
+        self._update()
+        return number
+
+    def remove(self, number: int) -> None:
+        """Forget the segments of a number, which may be used again."""
+        self._rows[number] = None
+        self._update()
+
+    def __getitem__(self, number: int) -> Segment:
+        return self._rows[number][self._rank]
+
+    def locate(self, address: int, nbytes: int) -> Location | None:
+        """Return where `nbytes` from an address on lie, or None if in no segment of this rank."""
+        for number, row in enumerate(self._rows):
+            if row is None:
+                continue
+            offset = address - row[self._rank].address
+            if 0 <= offset and offset + nbytes <= row[self._rank].nbytes:
+                return Location(number, offset)
+        return None
+
+    def _update(self) -> None:
+        self.pointers = np.array(
+            [[s.address for s in row] if row else [0] * self._size for row in self._rows],
+            np.uint64,
+        ).reshape(-1, self._size)

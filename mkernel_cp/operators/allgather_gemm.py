@@ -1,0 +1,297 @@
+"""`allgather_gemm`: multiply the rows that all ranks hold by a matrix of one's own."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import plan as plans
+from .. import structs
+from ..communicator import Arena, Communicator, extent
+from ..host_kernel import HostKernel
+from ..memory import Location
+from . import operands
+
+
+def allgather_gemm(
+    a: np.ndarray,
+    b: np.ndarray,
+    *,
+    comm: Communicator,
+    row_counts: Sequence[int] | None = None,
+    out: np.ndarray | None = None,
+    dtype: Any = None,
+    options: plans.Options | None = None,
+) -> np.ndarray:
+    """Return A @ b, where A is the rows `a` of all ranks, one rank's below another's.
+
+    Collective. The rows of the peers are fetched by the kernel while it multiplies those that are
+    there; no rank sees more of A than its own rows.
+
+    Parameters
+    ----------
+    a : (M_r, K) array
+        This rank's rows of A; bfloat16, float16, float32 or float64, in any strides. It is read in
+        place by the peers if it comes from `Communicator.empty`, `zeros` or `asarray` and its rows
+        (or, on all ranks, its columns) are contiguous; else it is copied first.
+    b : (K, N_r) array
+        Of the same dtype, in any strides. N_r may differ between ranks, and be 0.
+    comm : Communicator
+    row_counts : sequence of int, optional
+        Rows of A on every rank, the same sequence on all ranks. Default: as many as here on each.
+    out : (M, N_r) array, optional
+        Where to put the result, in any strides; must not overlap `a` or `b`.
+    dtype : data-type, optional
+        Of the result: that of the operands (default), or float32 for 16-bit operands.
+    options : Options, optional
+        Choices that the plan would make otherwise.
+
+    Returns
+    -------
+    (M, N_r) array
+        `out`, or a new array. Sums are in float32 (float64 for float64), in the order of K, so equal
+        inputs give equal bits whatever the number of ranks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If this rank's arguments are wrong; its peers raise `PeerError`.
+    ArgumentMismatchError
+        On all ranks, if they do not agree on the number of rows, K, dtypes or options.
+    TimeoutError, PeerLostError
+        On all ranks, if one does not take part. What was not finished of the result is NaN.
+
+    Examples
+    --------
+    >>> with mk.Communicator() as comm:
+    ...     c = mk.allgather_gemm(a[comm.rows(m)], b, comm=comm, row_counts=comm.row_counts(m))
+    """
+    with comm.refusing_alone():
+        spec = _Spec(a, b, comm, row_counts, dtype, options)
+    step = comm.plans.get(spec)
+    if step is None:
+        step = comm.plans[spec] = AllGatherGemm._from_spec(spec, comm, a)
+    return step(a, b, out=out)
+
+
+class AllGatherGemm:
+    """`allgather_gemm`, planned once for shapes and dtypes, and called often.
+
+    Takes the arguments of the function; making one is collective. A context manager.
+
+    Attributes
+    ----------
+    plan : AllGatherGemmPlan
+
+    Examples
+    --------
+    >>> step = mk.AllGatherGemm(a, b, comm=comm)
+    >>> for _ in range(1000):
+    ...     step(a, b, out=c)
+    """
+
+    def __init__(
+        self,
+        a: np.ndarray,
+        b: np.ndarray,
+        *,
+        comm: Communicator,
+        row_counts: Sequence[int] | None = None,
+        out: np.ndarray | None = None,
+        dtype: Any = None,
+        options: plans.Options | None = None,
+    ):
+        with comm.refusing_alone():
+            spec = _Spec(a, b, comm, row_counts, dtype, options)
+            operands.output(out, spec.out_shape, spec.out_dtype, (("a", a), ("b", b)))
+        self._set_up(spec, comm, a)
+
+    @classmethod
+    def _from_spec(cls, spec: "_Spec", comm: Communicator, a: np.ndarray) -> "AllGatherGemm":
+        self = cls.__new__(cls)
+        self._set_up(spec, comm, a)
+        return self
+
+    def _set_up(self, spec: "_Spec", comm: Communicator, a: np.ndarray) -> None:
+        self._spec, self._comm = spec, comm
+        structures = structs.shared()
+        self._what = spec.agreed_text()
+        types = {"MK_TYPE": spec.dtype, "MK_OUT_TYPE": spec.out_dtype}
+        defines = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
+
+        def compile_and_prefer() -> bool | None:
+            HostKernel("allgather_gemm", defines, structures.AllGatherGemmParams)
+            return operands.prefers_columns(a)
+
+        chunk = plans.chunk_shape(spec.row_counts, spec.k, spec.dtype, spec.options.chunk_bytes)
+
+        def need() -> tuple[int, int]:
+            signals = sum(-(-rows // chunk[0]) for rows in spec.row_counts) * -(-spec.k // chunk[1])
+            sizes = (
+                plans.arena_offsets(spec.row_counts, spec.k, spec.dtype, order)[-1]
+                for order in (False, True)
+            )
+            return signals, max(sizes)
+
+        preferences = set(comm.agreement(self._what, need, compile_and_prefer)) - {None}
+        self._kernel = HostKernel("allgather_gemm", defines, structures.AllGatherGemmParams)
+        self.plan = plans.plan_allgather_gemm(
+            comm.rank,
+            spec.row_counts,
+            spec.n,
+            spec.k,
+            spec.dtype,
+            spec.out_dtype,
+            preferences == {True},
+            spec.options,
+        )
+        self._bind(comm.arena)
+
+    def _bind(self, arena: Arena) -> None:
+        """Fill in the structs with the addresses that this arena gives."""
+        structures, plan, comm = structs.shared(), self.plan, self._comm
+        self._arena = arena
+        base = comm.segments[arena.number]
+        offsets = [arena.data_offset_for(arena.signals) + at for at in plan.arena_offsets()]
+        self._stage = Location(arena.number, offsets[comm.rank])
+        ranks = range(comm.size)
+        first_chunk = np.cumsum([0, *(plan.chunks(rank) for rank in ranks)])
+        self._arrays = {
+            "row_start": np.array(plan.row_start, np.int64),
+            "data": np.array([base.address + at for at in offsets[:-1]], np.uint64),
+            "pitch": np.array([plan.pitch(rank) for rank in ranks], np.int64),
+            "first_chunk": first_chunk[:-1].astype(np.int64),
+        }
+        self._constants = structures.AllGatherGemmPlan(
+            split=structures.Split(*plan.split),
+            digest=comm.digest(self._what),
+            n=plan.n,
+            tile=structures.TileShape(*plan.tile),
+            landing=structures.LandingPlan(
+                by_columns=plan.by_columns,
+                k=plan.k,
+                chunk_rows=plan.chunk[0],
+                chunk_k=plan.chunk[1],
+                arrived=base.address,
+                **{name: array.ctypes.data for name, array in self._arrays.items()},
+            ),
+        )
+        self._params = structures.AllGatherGemmParams(
+            world=comm.world_address, plan=ctypes.addressof(self._constants)
+        )
+        self._params.message.digest = self._constants.digest
+
+    def __call__(
+        self, a: np.ndarray, b: np.ndarray, *, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return A @ b for operands of the planned shapes and dtypes; see `allgather_gemm`."""
+        comm = self._comm
+        with comm.refusing_alone():
+            self._spec.check(a, b)
+            out = operands.output(
+                out, self._spec.out_shape, self._spec.out_dtype, (("a", a), ("b", b))
+            )
+        # A kernel steps in whole elements; what does not is copied.
+        target = out if operands.strides(out) is not None else np.empty(out.shape, out.dtype)
+        request, _held = self.prepare(a, b, target)
+        comm.run(self._kernel, request, self._what)
+        if target is not out:
+            out[...] = target
+        return out
+
+    def prepare(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> tuple[Any, Any]:
+        """Return the launch struct for checked operands, and what must live until it has run."""
+        comm, params = self._comm, self._params
+        if self._arena is not comm.arena:
+            self._bind(comm.arena)
+        place, pitch, a_rows = self._operand(a)
+        params.message.operand.segment = place.segment
+        params.message.operand.offset = place.offset
+        params.message.operand_pitch = pitch
+        b_steps = b if operands.strides(b) is not None else np.ascontiguousarray(b)
+        _set_matrix(params.a, a_rows)
+        _set_matrix(params.b, b_steps)
+        _set_matrix(params.c, out)
+        request = comm.prepare(self._kernel, params, sum(self.plan.split), self.plan.shared_bytes)
+        return request, (a_rows, b_steps, out)
+
+    def _operand(self, a: np.ndarray) -> tuple[Location, int, np.ndarray]:
+        """Return where peers find this rank's rows, their pitch, and the rows as an array."""
+        comm, plan = self._comm, self.plan
+        pitch = operands.line_pitch(a, plan.by_columns)
+        if pitch is not None and a.flags.aligned and comm.in_segment(a):
+            return comm.segments.locate(*extent(a)), pitch, a
+        pitch = plan.pitch(comm.rank)
+        lines, run = a.shape[::-1] if plan.by_columns else a.shape
+        segment, start = comm.segments[self._stage.segment], self._stage.offset
+        staged = segment.bytes[start : start + lines * pitch].view(a.dtype)
+        staged = staged.reshape(lines, pitch // a.itemsize)[:, :run]
+        staged = staged.T if plan.by_columns else staged
+        staged[...] = a
+        return self._stage, pitch, staged
+
+    def close(self) -> None:
+        """Forget the plan. Local; nothing waits for it."""
+        self._arrays, self._comm = {}, None
+
+    def __enter__(self) -> "AllGatherGemm":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+class _Spec:
+    """What was asked for: the checked arguments, less the data."""
+
+    def __init__(self, a, b, comm, row_counts, dtype, options):
+        operands.matrix("a", a)
+        operands.matrix("b", b)
+        self.dtype = operands.same_dtype(a, b)
+        self.k, self.n = b.shape
+        if a.shape[1] != self.k:
+            raise ValueError(
+                f"a has shape {a.shape}, b {b.shape}: a needs as many columns as b has rows"
+            )
+        self.row_counts = operands.counts("row_counts", row_counts, len(a), comm.rank, comm.size)
+        self.out_dtype = plans.output_dtype(self.dtype, dtype)
+        if options is not None and not isinstance(options, plans.Options):
+            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
+        self.options = options or plans.Options()
+        self.own_rows = len(a)
+        self.out_shape = (sum(self.row_counts), self.n)
+        self._key = (self.row_counts, self.k, self.n, self.dtype, self.out_dtype, self.options)
+
+    def agreed_text(self) -> str:
+        """Return all that the ranks must agree on, as text."""
+        options = self.options.chunk_bytes
+        tail = "" if options is None else f", chunk_bytes={options}"
+        return (
+            f"allgather_gemm(row_counts={list(self.row_counts)}, K={self.k}, "
+            f"{self.dtype.name} -> {self.out_dtype.name}{tail})"
+        )
+
+    def check(self, a: np.ndarray, b: np.ndarray) -> None:
+        """Refuse operands that are not as planned."""
+        for name, array, shape in (
+            ("a", a, (self.own_rows, self.k)),
+            ("b", b, (self.k, self.n)),
+        ):
+            operands.matrix(name, array)
+            if array.shape != shape or array.dtype != self.dtype:
+                raise ValueError(
+                    f"{name} has shape {array.shape} and dtype {array.dtype}: this plan is for "
+                    f"{shape} and {self.dtype}; make another for other operands"
+                )
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Spec) and self._key == other._key
+
+
+def _set_matrix(to: Any, array: np.ndarray) -> None:
+    to.data = array.ctypes.data
+    to.row_stride, to.column_stride = operands.strides(array)

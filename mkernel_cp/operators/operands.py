@@ -1,0 +1,98 @@
+"""What all operators check of their operands and outputs."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..plan import check_dtype
+
+
+def matrix(name: str, value: Any) -> np.ndarray:
+    """Return an operand that is a 2-D NumPy array of an allowed dtype; TypeError or ValueError."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}: use a numpy.ndarray (numpy.asarray makes one)"
+        )
+    if value.ndim != 2:
+        raise ValueError(f"{name} has shape {value.shape}: use a matrix of 2 dimensions")
+    check_dtype(name, value.dtype)
+    return value
+
+
+def same_dtype(a: np.ndarray, b: np.ndarray) -> np.dtype:
+    """Return the dtype of two operands; TypeError if they differ."""
+    if a.dtype != b.dtype:
+        raise TypeError(f"a has dtype {a.dtype}, b {b.dtype}: use the same for both")
+    return a.dtype
+
+
+def counts(name: str, value: Sequence[int] | None, own: int, rank: int, size: int) -> tuple:
+    """Return how many rows or positions every rank has; None means as many as here."""
+    if value is None:
+        return (own,) * size
+    try:
+        result = tuple(value)
+        if not all(isinstance(count, int | np.integer) for count in result):
+            raise TypeError
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: use a sequence of {size} integers") from None
+    result = tuple(map(int, result))
+    if len(result) != size or min(result) < 0:
+        raise ValueError(f"{name}={list(result)}: use {size} numbers, one per rank, each >= 0")
+    if result[rank] != own:
+        raise ValueError(
+            f"{name}[{rank}] is {result[rank]}, but this rank, {rank}, passes {own} rows"
+        )
+    return result
+
+
+def output(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: Iterable[tuple[str, np.ndarray]]
+) -> np.ndarray:
+    """Return `out` if the result can be written into it, or a new array if it is None."""
+    if out is None:
+        return np.empty(shape, dtype)
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out is a {type(out).__name__}: use a numpy.ndarray")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}: the result has {shape}")
+    if out.dtype != dtype:
+        raise TypeError(f"out has dtype {out.dtype}: the result has {dtype}; dtype= changes it")
+    if not out.flags.writeable:
+        raise ValueError("out is read-only")
+    if any(step == 0 and extent > 1 for step, extent in zip(out.strides, shape, strict=True)):
+        raise ValueError("out has elements that share memory: use an array without broadcasting")
+    for name, array in inputs:
+        if _overlap(out, array):
+            raise ValueError(f"out overlaps {name}: use memory of its own for the result")
+    return out
+
+
+def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
+    try:
+        return np.shares_memory(a, b, max_work=10_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def strides(a: np.ndarray) -> tuple[int, int] | None:
+    """Return row and column stride in elements; None if a kernel cannot step through it so."""
+    if not a.flags.aligned or any(step % a.itemsize for step in a.strides):
+        return None
+    return a.strides[0] // a.itemsize, a.strides[1] // a.itemsize
+
+
+def line_pitch(a: np.ndarray, by_columns: bool) -> int | None:
+    """Return the bytes from one row (or column) to the next, if each is contiguous; else None."""
+    line, step = (a.strides[1], a.strides[0]) if by_columns else a.strides
+    lines, run = (a.shape[1], a.shape[0]) if by_columns else a.shape
+    if (run > 1 and step != a.itemsize) or (lines > 1 and line < run * a.itemsize):
+        return None
+    return line if lines > 1 else run * a.itemsize
+
+
+def prefers_columns(a: np.ndarray) -> bool | None:
+    """Return whether an operand lies in F order; None if either order reads it well."""
+    rows, columns = line_pitch(a, False) is not None, line_pitch(a, True) is not None
+    return None if rows == columns else columns

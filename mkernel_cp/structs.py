@@ -1,0 +1,40 @@
+"""The structs that kernels and Python share, read from the headers that define them.
+
+Each is written down once, in C++, between two marks; every member takes 8 bytes.
+"""
+
+import ctypes
+import functools
+import re
+import types
+from pathlib import Path
+
+from . import compiler
+
+_SECTION = re.compile(r"// --- structs shared with Python -+\n(.*)// --- end of the shared", re.DOTALL)
+_STRUCT = re.compile(r"struct (\w+) \{(.*?)\};", re.DOTALL)
+_MEMBER = re.compile(r"(\w+)(\**) (\w+)(?:\[(\d+)\])?;")
+_SCALARS = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64}
+
+
+@functools.cache
+def _parse(header: Path) -> types.SimpleNamespace:
+    structs: dict[str, type[ctypes.Structure]] = {}
+    section = _SECTION.search(header.read_text()).group(1)
+    for name, body in _STRUCT.findall(re.sub(r"//.*", "", section)):
+        fields = []
+        for kind, stars, member, count in _MEMBER.findall(body):
+            ctype = ctypes.c_uint64 if stars else _SCALARS.get(kind) or structs[kind]
+            fields.append((member, ctype * int(count) if count else ctype))
+        structs[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return types.SimpleNamespace(**structs)
+
+
+def shared() -> types.SimpleNamespace:
+    """Return the structs of types.cuh as `ctypes.Structure` classes; pointers are integers."""
+    return _parse(Path(compiler.include_dir()) / "mkernel" / "types.cuh")
+
+
+def host() -> types.SimpleNamespace:
+    """Return the structs of host_runtime.cuh likewise: Launch and Simulation."""
+    return _parse(Path(compiler.include_dir()) / "mkernel" / "host_runtime.cuh")

@@ -1,0 +1,367 @@
+"""The reference judges: right results pass it, and slightly wrong ones do not."""
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mkernel_cp.reference import (
+    accumulator_dtype,
+    allgather_gemm,
+    array_split_counts,
+    unit_roundoff,
+)
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+DEPTHS = (1, 2, 3, 16, 17, 64, 100, 333, 1000, 4096)
+SIZE = 24
+
+
+def make(kind, m, k, n, dtype, seed=0):
+    random = np.random.default_rng([seed, k])
+    if kind == "normal":
+        a, b = random.standard_normal((m, k)), random.standard_normal((k, n))
+    else:
+        a, b = random.random((m, k)), random.random((k, n))
+    if kind == "cancelling":
+        a *= (-1.0) ** np.arange(k)
+    return a.astype(dtype), b.astype(dtype)
+
+
+def sequential(a, b):
+    """One multiplication and one addition at a time, each rounded to the accumulator's type."""
+    accumulator = accumulator_dtype(a.dtype)
+    a, b = a.astype(accumulator), b.astype(accumulator)
+    c = np.zeros((a.shape[0], b.shape[1]), accumulator)
+    for k in range(a.shape[1]):
+        c += a[:, k, None] * b[k]
+    return c
+
+
+def truncating(a, b, width=16):
+    """Exact sums of `width` products, cut to float32 toward zero, as matrix units do."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    c = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for k in range(0, a.shape[1], width):
+        exact = c + a[:, k : k + width] @ b[k : k + width]
+        c = exact.astype(np.float32)
+        c = np.where(np.abs(c) > np.abs(exact), np.nextafter(c, np.float32(0)), c)
+    return c
+
+
+def outputs(dtype):
+    return sorted({dtype, str(accumulator_dtype(dtype))})
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("m", [0, 1, 2, 6, 7, 8, 100])
+def test_counts_are_those_of_array_split(m, parts):
+    assert array_split_counts(m, parts) == tuple(
+        len(part) for part in np.array_split(np.arange(m), parts)
+    )
+
+
+@pytest.mark.parametrize(("m", "parts"), [(-1, 2), (3, 0)])
+def test_counts_refuse(m, parts):
+    with pytest.raises(ValueError, match="parts"):
+        array_split_counts(m, parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unit_roundoff_is_where_one_plus_it_starts_to_round_up(dtype):
+    u = unit_roundoff(dtype)
+    one = np.dtype(dtype).type(1)
+    # Halfway between two numbers, rounded to the even one.
+    assert np.dtype(dtype).type(1 + u) == one
+    assert np.dtype(dtype).type(1 + 2 * u) > one
+    assert u == {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24, "float64": 2**-53}[dtype]
+
+
+def test_accumulators():
+    assert [accumulator_dtype(dtype) for dtype in DTYPES] == ["float32"] * 3 + ["float64"]
+    with pytest.raises(TypeError, match="bfloat16, float16, float32, float64"):
+        accumulator_dtype("int32")
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive", "cancelling"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sequential_accumulation_passes(dtype, kind):
+    for k in DEPTHS:
+        a, b = make(kind, SIZE, k, SIZE, dtype)
+        for out in outputs(dtype):
+            allgather_gemm([a], b, out).assert_close(sequential(a, b).astype(out), f"K = {k}")
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive", "cancelling"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_truncating_accumulation_passes(dtype, kind):
+    for k in DEPTHS:
+        a, b = make(kind, SIZE, k, SIZE, dtype)
+        for out in outputs(dtype):
+            allgather_gemm([a], b, out).assert_close(truncating(a, b).astype(out), f"K = {k}")
+
+
+def test_long_constant_vectors_can_exceed_the_bound():
+    a, b = make("positive", SIZE, 1, SIZE, "float32")
+    a, b = np.repeat(a, 4096, axis=1), np.repeat(b, 4096, axis=0)
+    assert allgather_gemm([a], b).check(sequential(a, b)) > 1
+
+
+@pytest.mark.parametrize("k", [k for k in DEPTHS if k <= 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_up_to_16_terms_the_bound_covers_the_worst_case(dtype, k):
+    a, b = make("positive", SIZE, k, SIZE, dtype)
+    worst = (
+        k * unit_roundoff(accumulator_dtype(dtype)) * (a.astype(np.float64) @ b.astype(np.float64))
+    )
+    assert np.all(worst <= allgather_gemm([a], b, accumulator_dtype(dtype)).bound)
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive", "cancelling"])
+@pytest.mark.parametrize("k", DEPTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestWrongResults:
+    @pytest.fixture
+    def parts(self, dtype, kind, k):
+        a, b = make(kind, SIZE, k, SIZE, dtype)
+        return a, b, sequential(a, b)
+
+    def refused_everywhere(self, a, b, c):
+        return all(allgather_gemm([a], b, o).check(c.astype(o)) > 1 for o in outputs(str(a.dtype)))
+
+    def test_last_term_dropped(self, parts):
+        a, b, _ = parts
+        assert self.refused_everywhere(a, b, sequential(a[:, :-1], b[:-1]))
+
+    def test_stale_row(self, parts, dtype, kind, k):
+        a, b, c = parts
+        c[7] = sequential(make(kind, SIZE, k, SIZE, dtype, seed=1)[0][7:8], b)[0]
+        assert self.refused_everywhere(a, b, c)
+
+    def test_row_of_zeros(self, parts):
+        a, b, c = parts
+        c[-1] = 0
+        assert self.refused_everywhere(a, b, c)
+
+    def test_transposed_tile(self, parts):
+        a, b, c = parts
+        c[8:16, 8:16] = c[8:16, 8:16].T.copy()
+        assert self.refused_everywhere(a, b, c)
+
+    def test_swapped_rows(self, parts):
+        a, b, c = parts
+        c[[3, 4]] = c[[4, 3]]
+        assert self.refused_everywhere(a, b, c)
+
+    def test_one_bfloat16_ulp_in_a_wide_output(self, parts):
+        a, b, c = parts
+        out = accumulator_dtype(a.dtype)
+        assert allgather_gemm([a], b, out).check(c * c.dtype.type(1 + 2**-7)) > 1
+
+    def test_unwritten_element(self, parts):
+        a, b, c = parts
+        c[5, 6] = np.nan
+        assert self.refused_everywhere(a, b, c)
+
+
+def exact_product(a, b):
+    return [
+        [sum((Fraction(float(x)) * Fraction(float(y)) for x, y in zip(row, column, strict=True)),
+             Fraction(0)) for column in b.T]
+        for row in a
+    ]  # fmt: skip
+
+
+def assert_hardly_worse_than_rounding_once(a, b):
+    expected = allgather_gemm([a], b)
+    for i, row in enumerate(exact_product(a, b)):
+        for j, exact in enumerate(row):
+            value, bound = float(expected.value[i, j]), float(expected.bound[i, j])
+            beyond_rounding = abs(Fraction(value) - exact) - Fraction(abs(np.spacing(value))) / 2
+            assert beyond_rounding <= Fraction(bound) / 10**5
+    assert expected.check(a @ b) <= 1
+
+
+@pytest.mark.parametrize("spread", [0, 10, 100])
+def test_float64_value_is_better_than_what_it_judges(spread):
+    random = np.random.default_rng(spread)
+    a = random.standard_normal((4, 301)) * 10.0 ** random.integers(-spread, spread + 1, (4, 301))
+    b = random.standard_normal((301, 5)) * 10.0 ** random.integers(-spread, spread + 1, (301, 5))
+    # A product that cancels to its last bits.
+    a[0, 150:300], b[150:300, 0] = -a[0, :150], b[:150, 0]
+    assert_hardly_worse_than_rounding_once(a, b)
+
+
+def test_float64_value_is_as_good_where_the_slices_are_as_large_as_they_get():
+    random = np.random.default_rng(0)
+    assert_hardly_worse_than_rounding_once(
+        1 - 0.01 * random.random((2, 4095)), 1 - 0.01 * random.random((4095, 3))
+    )
+
+
+def test_float64_extremes_neither_overflow_nor_vanish():
+    a = np.array([[1e200, -1e200, 1e200], [1e-200, 1e-200, 0], [5e-324, 0, 0], [0, 0, 0]])
+    b = np.array([[1e100, 1e-100], [1e100, 1e-100], [1e108, 1e-108]])
+    expected = allgather_gemm([a], b)
+    assert np.isfinite(expected.bound).all()
+    norms = np.multiply.outer([3**0.5 * 1e200, 2**0.5 * 1e-200], [1e108, 2**0.5 * 1e-100])
+    bound = 2**-53 * np.abs(expected.value[:2]) + 2**-51 * 3**0.5 * norms
+    np.testing.assert_allclose(expected.bound[:2], bound, rtol=1e-12, atol=1e-322)
+    assert expected.value[0, 1] == pytest.approx(1e92, rel=1e-15)
+    assert expected.value[1, 0] == pytest.approx(2e-100, rel=1e-15)
+    assert expected.value[2, 0] == pytest.approx(5e-324 * 1e100, rel=1e-15)
+    assert np.all(expected.value[3] == 0)
+    with np.errstate(all="ignore"):
+        assert expected.check(a @ b) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_are_rows_in_rank_order(dtype):
+    a, b = make("normal", 10, 6, 4, dtype)
+    whole = allgather_gemm([a], b)
+    blocks = allgather_gemm([a[:0], a[:3], a[3:4], a[4:]], b)
+    np.testing.assert_array_equal(blocks.value, whole.value)
+    np.testing.assert_array_equal(blocks.bound, whole.bound)
+    assert blocks.value.dtype == blocks.bound.dtype == np.float64
+    assert blocks.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_extents(dtype):
+    def zeros(*shape):
+        return np.zeros(shape, dtype)
+
+    no_terms = allgather_gemm([zeros(2, 0), zeros(3, 0)], zeros(0, 4))
+    assert no_terms.check(zeros(5, 4)) == 0
+    assert no_terms.check(zeros(5, 4) + zeros(5, 4).dtype.type(1e-5)) > 1
+    assert allgather_gemm([zeros(0, 3)] * 2, zeros(3, 4)).check(zeros(0, 4)) == 0
+    assert allgather_gemm([zeros(2, 3)], zeros(3, 0)).check(zeros(2, 0)) == 0
+    allgather_gemm([zeros(0, 3)], zeros(3, 0)).assert_close(zeros(0, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_rows_must_be_zero_and_zero_over_zero_is_right(dtype):
+    a, b = make("normal", 4, 8, 4, dtype)
+    a[1] = 0
+    c = sequential(a, b).astype(dtype)
+    expected = allgather_gemm([a], b)
+    assert expected.check(c) <= 1
+    c[1, 1] = 1e-6
+    assert expected.check(c) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_stay_in_their_rows_and_columns(dtype):
+    a, b = make("normal", 6, 9, 5, dtype)
+    a[1, 2], a[2, 3], a[3, 8] = np.nan, np.inf, -np.inf
+    b[3, 0], b[4, 4] = 0, np.inf
+    expected = allgather_gemm([a[:2], a[2:]], b)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(
+            np.isnan(expected.value), np.isnan(a.astype(np.float64) @ b.astype(np.float64))
+        )
+    clean = np.ix_([0, 4, 5], [0, 1, 2, 3])
+    assert np.isfinite(expected.value[clean]).all()
+    assert (expected.bound[clean] > 0).all()
+    assert not np.isfinite(expected.value[1:4]).any()
+    assert not np.isfinite(expected.value[:, 4]).any()
+    assert not np.isnan(expected.bound).any()
+
+    with np.errstate(invalid="ignore"):
+        c = sequential(a, b).astype(dtype)
+    assert expected.check(c) <= 1
+    for index, wrong in [((1, 1), 0), ((2, 1), -c[2, 1]), ((2, 1), np.nan), ((2, 0), np.inf),
+                         ((0, 1), np.nan), ((4, 0), np.inf), ((3, 3), 1)]:  # fmt: skip
+        changed = c.copy()
+        changed[index] = wrong
+        assert expected.check(changed) > 1
+
+
+def test_overflow_of_float16():
+    largest = 65504.0
+    # The second column: past the largest finite number, the largest, the one before, and far less.
+    a = np.array([[256.0], [255.875], [255.75], [250.0]], np.float16)
+    b = np.array([[512.0, -256.0]], np.float16)
+    expected = allgather_gemm([a], b)
+
+    def errors(element, *candidates):
+        c = np.clip(expected.value, -largest, largest)
+        c[:, 0] = np.inf
+        results = []
+        for candidate in candidates:
+            c[element] = candidate
+            results.append(expected.check(c.astype(np.float16)))
+        return results
+
+    assert all(error <= 1 for error in errors((0, 0), np.inf))
+    assert all(error > 1 for error in errors((0, 0), largest, -np.inf, np.nan, 1.0))
+    # -65536 is one spacing past the largest finite number: both are within the bound.
+    assert all(error <= 1 for error in errors((0, 1), -np.inf, -largest))
+    assert all(error > 1 for error in errors((0, 1), np.inf, largest, -65440.0))
+    # -65472 is finite in float16; infinity would be two spacings off.
+    assert all(error <= 1 for error in errors((2, 1), -65472.0))
+    assert all(error > 1 for error in errors((2, 1), -np.inf))
+    assert all(error > 1 for error in errors((3, 1), -np.inf))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_overflow_past_float32(dtype):
+    a, b = np.full((1, 1), 1e30, dtype), np.array([[1e30, -1e30, 1]], dtype)
+    expected = allgather_gemm([a], b)
+    assert np.isfinite(expected.value).all()
+    assert expected.check(np.array([[np.inf, -np.inf, 1e30]], dtype)) <= 1
+    assert expected.check(np.array([[np.inf, -np.inf, np.inf]], dtype)) > 1
+    largest = ml_dtypes.finfo(dtype).max
+    assert expected.check(np.array([[largest, -np.inf, 1e30]], dtype)) > 1
+
+
+def test_subnormal_results_round_within_the_bound():
+    a = np.array([[2.0**-14, 2.0**-20, 2.0**-24]], np.float16).T
+    b = np.array([[2.0**-11, 3 * 2.0**-12, 0.75, 0.5]], np.float16)
+    c = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float16)
+    assert allgather_gemm([a], b).check(c) <= 1
+
+
+def test_text_of_a_failure():
+    a, b = make("normal", 6, 5, 4, "float32")
+    expected = allgather_gemm([a], b)
+    c = sequential(a, b)
+    expected.assert_close(c)
+    c[2:4, 1:3] += 1
+    c[3, 2] = 1000
+    with pytest.raises(AssertionError) as failure:
+        expected.assert_close(c, what="rank 1")
+    text = str(failure.value)
+    assert text.startswith("rank 1: 4 of 24 elements are wrong, all in [2:4, 1:3]; worst at (3, 2)")
+    assert "got 1000.0" in text
+    assert repr(float(expected.value[3, 2])) in text
+    assert "times the bound" in text
+    assert "shape (6, 4), float32" in text
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((4, 6), "f4"), np.zeros((6, 4), "f8")])
+def test_other_shape_or_type_is_refused(wrong):
+    a, b = make("normal", 6, 5, 4, "float32")
+    expected = allgather_gemm([a], b)
+    with pytest.raises(ValueError, match=r"expected \(6, 4\) of float32"):
+        expected.check(wrong)
+    with pytest.raises(AssertionError, match=r"here: .*expected \(6, 4\) of float32"):
+        expected.assert_close(wrong, "here")
+
+
+def test_arguments_are_checked():
+    a, b = make("normal", 6, 5, 4, "float32")
+    with pytest.raises(ValueError, match="empty"):
+        allgather_gemm([], b)
+    with pytest.raises(ValueError, match="2 dimensions"):
+        allgather_gemm([a[0]], b)
+    with pytest.raises(ValueError, match=r"\[5, 4\] columns, b has 5 rows"):
+        allgather_gemm([a, a[:, :4]], b)
+    with pytest.raises(TypeError, match="all must be the same"):
+        allgather_gemm([a.astype("f8")], b)
+    with pytest.raises(TypeError, match="int64 is not supported; use one of bfloat16, float16"):
+        allgather_gemm([a.astype("i8")], b.astype("i8"))
+    with pytest.raises(TypeError, match="float32 operands cannot give float16; use one of float32"):
+        allgather_gemm([a], b, "float16")
+    assert allgather_gemm([a.astype("f2")], b.astype("f2"), np.float32).dtype == np.float32
