@@ -130,7 +130,7 @@ install() { # EXTRAS, with commas
     local what="$root${1:+[$1]}"
     say "installing mkernel_cp${1:+ with $1}"
     if "$python" -m pip --version >/dev/null 2>&1; then
-        "$python" -m pip install --quiet --editable "$what"
+        "$python" -m pip install --quiet --no-warn-script-location --editable "$what"
     elif command -v uv >/dev/null; then
         uv pip install --quiet --python "$python" --editable "$what"
     else

@@ -50,12 +50,14 @@ _INCLUDE = re.compile(
     rb'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>|(\w+))', re.MULTILINE
 )
 
-# Guards everything below: ranks may be threads of one process.
+_kernels_override: Path | None = None
+_sanitize_override: str | None = None
+
+# Guards what follows: ranks may be threads of one process.
 _one_at_a_time = threading.Lock()
 _libraries: dict[str, ctypes.CDLL] = {}
 _compile_count = 0
 _private: Path | None = None
-_kernels_override: Path | None = None
 
 
 def kernels_dir() -> Path:
@@ -74,17 +76,22 @@ def kernels_dir() -> Path:
 
 
 @contextlib.contextmanager
-def using_kernels(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Take the kernels from another folder while the context lasts: a hook for tests.
+def using_kernels(
+    folder: str | os.PathLike[str] | None = None, *, sanitize: str | None = None
+) -> Iterator[None]:
+    """Take the kernels from another folder, or sanitized, while the context lasts: for tests.
 
     It holds for all threads of the process, since ranks may be threads.
     """
-    global _kernels_override
-    previous, _kernels_override = _kernels_override, Path(folder).absolute()
+    global _kernels_override, _sanitize_override
+    previous = _kernels_override, _sanitize_override
+    if folder is not None:
+        _kernels_override = Path(folder).absolute()
+    _sanitize_override = sanitize
     try:
         yield
     finally:
-        _kernels_override = previous
+        _kernels_override, _sanitize_override = previous
 
 
 def include_dir() -> str:
@@ -136,7 +143,7 @@ def host_library(
         If the source does not compile or the result does not load.
     """
     with _one_at_a_time:
-        entry = _HostEntry(source, defines, sanitize, extra_include)
+        entry = _HostEntry(source, defines, sanitize or _sanitize_override, extra_include)
         library = _libraries.get(entry.key)
         if library is None:
             path = _cached(entry.file_name, entry.name, entry.build)
@@ -157,7 +164,7 @@ def host_library_path(
 ) -> Path:
     """Do as `host_library`, but return the path of the shared library and do not load it."""
     with _one_at_a_time:
-        entry = _HostEntry(source, defines, sanitize, extra_include)
+        entry = _HostEntry(source, defines, sanitize or _sanitize_override, extra_include)
         return _cached(entry.file_name, entry.name, entry.build)
 
 

@@ -1,9 +1,11 @@
 """Kernels of the host target: compiled to a shared library, called through ctypes."""
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from . import compiler, errors, structs
+
+_ENDED = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)
 
 
 class HostKernel:
@@ -31,7 +33,7 @@ class HostKernel:
         self._launch = getattr(library, f"{name}_launch")
         self._launch.argtypes = [ctypes.c_void_p]
         self._simulate = getattr(library, f"{name}_simulate")
-        self._simulate.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p]
+        self._simulate.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
     @staticmethod
     def request(
@@ -52,19 +54,23 @@ class HostKernel:
 
     def simulate(
         self,
-        requests: Sequence[ctypes.Structure],
+        requests: Sequence[Sequence[ctypes.Structure]],
         seed: int,
+        ended: Callable[[int, int], bool],
         *,
         stopped_rank: int | None = None,
         stop_step: int = 0,
     ) -> ctypes.Structure:
-        """Run the launches of all ranks in this thread, interleaved by a seed, in virtual time.
+        """Run launches of all ranks in this thread, interleaved by a seed, in virtual time.
 
         Parameters
         ----------
-        requests : sequence of ctypes.Structure
-            One per rank.
+        requests : sequence of sequence of ctypes.Structure
+            Per rank, the launches that it runs one after the other.
         seed : int
+        ended : callable
+            Called with (rank, launch) when a launch of a rank is over: its host's turn. Returns
+            whether the rank makes its next launch.
         stopped_rank : int, optional
             This rank gets no turn any more after `stop_step` turns of all.
         stop_step : int, optional
@@ -75,13 +81,18 @@ class HostKernel:
             ``Simulation``: steps taken, and virtual nanoseconds.
         """
         structures = structs.host()
+        callback = _ENDED(ended)
         simulation = structures.Simulation(
             seed=seed,
-            stopped_launch=2**64 - 1 if stopped_rank is None else stopped_rank,
+            ranks=len(requests),
+            launches_per_rank=len(requests[0]),
+            ended=ctypes.cast(callback, ctypes.c_void_p).value,
+            stopped_rank=2**64 - 1 if stopped_rank is None else stopped_rank,
             stop_step=stop_step,
         )
-        array = (structures.Launch * len(requests))(*requests)
-        status = self._simulate(ctypes.byref(array), len(requests), ctypes.byref(simulation))
+        flat = [request for row in requests for request in row]
+        array = (structures.Launch * len(flat))(*flat)
+        status = self._simulate(ctypes.byref(array), ctypes.byref(simulation))
         if status:
             raise errors.TimeoutError("a simulated launch waits for ever: a wait has no deadline")
         return simulation

@@ -202,9 +202,10 @@ class AllGatherGemm:
 
     def prepare(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> tuple[Any, Any]:
         """Return the launch struct for checked operands, and what must live until it has run."""
-        comm, params = self._comm, self._params
+        comm = self._comm
         if self._arena is not comm.arena:
             self._bind(comm.arena)
+        params = self._params
         place, pitch, a_rows = self._operand(a)
         params.message.operand.segment = place.segment
         params.message.operand.offset = place.offset

@@ -61,7 +61,8 @@ def output(
         raise TypeError(f"out has dtype {out.dtype}: the result has {dtype}; dtype= changes it")
     if not out.flags.writeable:
         raise ValueError("out is read-only")
-    if any(step == 0 and extent > 1 for step, extent in zip(out.strides, shape, strict=True)):
+    repeats = any(n > 1 and step == 0 for n, step in zip(shape, out.strides, strict=True))
+    if out.size and repeats:
         raise ValueError("out has elements that share memory: use an array without broadcasting")
     for name, array in inputs:
         if _overlap(out, array):

@@ -32,9 +32,13 @@ struct Launch {
     u64 seed;  // 0: no random yields, copies as late as allowed
 };
 
+// Several ranks, each with a row of launches that it runs one after the other.
 struct Simulation {
     u64 seed;
-    u64 stopped_launch;  // this one gets no turn any more after stop_step turns; an index beyond the last: none
+    u64 ranks;
+    u64 launches_per_rank;
+    void* ended;       // int (*)(u64 rank, u64 launch): the host's turn after a launch; whether it makes the next one
+    u64 stopped_rank;  // gets no turn any more after stop_step turns of all; a number beyond the last: none
     u64 stop_step;
     u64 steps;       // out
     u64 elapsed_ns;  // out, virtual
@@ -222,37 +226,27 @@ inline int run_on_threads(Entry entry, const Launch& launch) try {
 // a deadline of ten minutes passes at once, and the same seed gives the same run.
 class Simulator {
 public:
-    Simulator(Entry entry, const Launch* launches, u64 count, Simulation& simulation)
-        : entry_(entry), launches_(launches), simulation_(simulation), random_(simulation.seed) {
-        for (u64 rank = 0; rank < count; ++rank) {
-            crews_.push_back(std::make_unique<Crew>(launches[rank], this));
-            for (Lane& lane : crews_.back()->lanes()) runnable_.push_back({&lane, rank, nullptr});
-        }
-    }
+    Simulator(Entry entry, const Launch* launches, Simulation& simulation)
+        : entry_(entry), launches_(launches), simulation_(simulation), random_(simulation.seed),
+          ranks_(simulation.ranks) {}
 
     // Returns 0, or ETIMEDOUT if all lanes waited for a virtual year: a wait without a deadline.
     int run() {
-        for (Fiber& fiber : runnable_) start(fiber);
+        for (u64 rank = 0; rank < simulation_.ranks; ++rank) start_launch(rank);
         simulation_.steps = 0;
         while (!runnable_.empty()) {
             u64 chosen = next_random(random_) % runnable_.size();
-            Fiber& fiber = runnable_[chosen];
-            bool stopped = fiber.launch == simulation_.stopped_launch && simulation_.steps >= simulation_.stop_step;
-            if (!stopped) {
-                here_pointer() = fiber.lane;
-                swapcontext(&scheduler_, &fiber.lane->context);
-                here_pointer() = nullptr;
-            }
-            if (stopped || fiber.lane->finished) {
+            u64 rank = runnable_[chosen]->rank;
+            bool stopped = rank == simulation_.stopped_rank && simulation_.steps >= simulation_.stop_step;
+            if (!stopped) resume(*runnable_[chosen]);
+            if (stopped || runnable_[chosen]->lane->finished) {
                 std::swap(runnable_[chosen], runnable_.back());
-                retired_.push_back(std::move(runnable_.back()));
                 runnable_.pop_back();
                 idle_turns_ = 0;
+                if (!stopped && --ranks_[rank].running == 0) end_launch(rank);
             }
             ++simulation_.steps;
-            time_ns_ += 100;
-            if (idle_turns_ > 4 * runnable_.size()) time_ns_ += leap_ns_ = leap_ns_ < 1000000000 ? 2 * leap_ns_ : leap_ns_;
-            else leap_ns_ = 1000;
+            advance_clock();
             if (time_ns_ > u64(365) * 86400 * 1000000000) return ETIMEDOUT;
         }
         simulation_.elapsed_ns = time_ns_;
@@ -271,11 +265,39 @@ private:
 
     struct Fiber {
         Lane* lane;
-        u64 launch;
+        u64 rank;
         std::unique_ptr<u8[]> stack;
     };
+    struct Rank {
+        u64 launch = 0;
+        u64 running = 0;
+        std::unique_ptr<Crew> crew;
+        std::vector<std::unique_ptr<Fiber>> fibers;
+    };
 
-    void start(Fiber& fiber) {
+    const Launch& launch_of(u64 rank) const {
+        return launches_[rank * simulation_.launches_per_rank + ranks_[rank].launch];
+    }
+
+    void start_launch(u64 rank) {
+        Rank& state = ranks_[rank];
+        state.fibers.clear();
+        state.crew = std::make_unique<Crew>(launch_of(rank), this);
+        for (Lane& lane : state.crew->lanes()) {
+            state.fibers.push_back(std::make_unique<Fiber>(Fiber{&lane, rank, nullptr}));
+            start_fiber(*state.fibers.back());
+            runnable_.push_back(state.fibers.back().get());
+        }
+        state.running = state.fibers.size();
+    }
+
+    void end_launch(u64 rank) {
+        auto ended = reinterpret_cast<int (*)(u64, u64)>(simulation_.ended);
+        bool goes_on = ended(rank, ranks_[rank].launch);
+        if (goes_on && ++ranks_[rank].launch < simulation_.launches_per_rank) start_launch(rank);
+    }
+
+    void start_fiber(Fiber& fiber) {
         fiber.stack.reset(new u8[stack_bytes]);
         ucontext_t& context = fiber.lane->context;
         getcontext(&context);
@@ -284,25 +306,37 @@ private:
         context.uc_link = &scheduler_;
         u64 self = reinterpret_cast<u64>(this);
         makecontext(&context, reinterpret_cast<void (*)()>(&Simulator::fiber_main), 3, u32(self >> 32), u32(self),
-                    u32(fiber.launch));
+                    u32(fiber.rank));
     }
 
-    static void fiber_main(u32 self_high, u32 self_low, u32 launch) {
+    static void fiber_main(u32 self_high, u32 self_low, u32 rank) {
         auto self = reinterpret_cast<Simulator*>(u64(self_high) << 32 | self_low);
-        self->entry_(self->launches_[launch].params);
+        self->entry_(self->launch_of(rank).params);
         here().finished = true;
+    }
+
+    void resume(Fiber& fiber) {
+        here_pointer() = fiber.lane;
+        swapcontext(&scheduler_, &fiber.lane->context);
+        here_pointer() = nullptr;
+    }
+
+    void advance_clock() {
+        time_ns_ += 100;
+        if (idle_turns_ <= 4 * runnable_.size()) leap_ns_ = 1000;
+        else time_ns_ += leap_ns_ = leap_ns_ < 1000000000 ? 2 * leap_ns_ : leap_ns_;
     }
 
     Entry entry_;
     const Launch* launches_;
     Simulation& simulation_;
     u64 random_;
+    std::vector<Rank> ranks_;
     u64 time_ns_ = 1;
     u64 leap_ns_ = 1000;
     u64 idle_turns_ = 0;
     ucontext_t scheduler_;
-    std::vector<std::unique_ptr<Crew>> crews_;
-    std::vector<Fiber> runnable_, retired_;
+    std::vector<Fiber*> runnable_;
 };
 
 inline u64 now_ns() {

@@ -18,9 +18,8 @@
     MK_EXPORT int NAME##_launch(const mk::host::Launch* launch) {                                     \
         return mk::host::run_on_threads(NAME##_entry, *launch);                                       \
     }                                                                                                 \
-    MK_EXPORT int NAME##_simulate(const mk::host::Launch* launches, mk::u64 count,                    \
-                                  mk::host::Simulation* simulation) {                                 \
-        return mk::host::Simulator(NAME##_entry, launches, count, *simulation).run();                 \
+    MK_EXPORT int NAME##_simulate(const mk::host::Launch* launches, mk::host::Simulation* simulation) { \
+        return mk::host::Simulator(NAME##_entry, launches, *simulation).run();                        \
     }                                                                                                 \
     static void NAME##_body(const PARAMS& p)
 

@@ -1,0 +1,68 @@
+"""The command line: ``python -m mkernel_cp`` and ``mkernel-cp``."""
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Sequence
+
+from . import __version__
+from .commands import demo, doctor, job, run
+from .plan import DTYPES
+
+_DESCRIPTION = """\
+Fused kernels for programs that run under mpirun. `demo` and `run` are started as every MPI program:
+mpirun -n 4 mkernel-cp demo. `doctor` names the launcher that fits, and what is missing."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code: 0, 1 if it failed, 2 for a wrong command line."""
+    with contextlib.ExitStack() as stack:
+        if not job.speaks():
+            # All ranks get the same words: one of them answers.
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        arguments = _parser().parse_args(argv)
+    if arguments.command == "doctor":
+        return doctor.doctor()
+    return job.on_ranks(functools.partial(arguments.program, arguments=arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mkernel-cp", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"mkernel_cp {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("demo", help="run every operator and compare with the reference")
+    command.add_argument(
+        "--ranks", type=int, metavar="N", help="fail unless the world has so many ranks"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    command.set_defaults(program=demo.demo)
+
+    command = commands.add_parser("run", help="run one operator on files")
+    operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
+    operator = operators.add_parser(
+        "allgather-gemm",
+        help="C = A @ B of .npy files",
+        description="C = A @ B. Each rank reads some rows of A and some columns of B, and writes "
+        "those columns of C. A 2-byte void file is bfloat16.",
+    )
+    operator.add_argument("a", metavar="A.npy", help="matrix (M, K)")
+    operator.add_argument("b", metavar="B.npy", help="matrix (K, N) of the same dtype")
+    operator.add_argument("-o", "--output", required=True, metavar="C.npy", help="where to put C")
+    operator.add_argument(
+        "--dtype",
+        choices=[dtype.name for dtype in DTYPES],
+        help="of C: that of A (default), or float32 where A has 16 bits",
+    )
+    operator.set_defaults(program=run.allgather_gemm)
+
+    commands.add_parser("doctor", help="tell what this machine has and lacks, and what mends it")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the command line does: one module per command, and how a job of several ranks ends."""

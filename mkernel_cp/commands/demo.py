@@ -1,0 +1,235 @@
+"""`demo`: every operator against its reference, on all ranks."""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml_dtypes  # noqa: F401  NumPy then knows bfloat16 by name
+import numpy as np
+
+from .. import __version__, reference
+from ..communicator import Communicator
+from ..operators.allgather_gemm import AllGatherGemm
+from .job import CommandError
+
+_WARM_CALLS = 5
+_TARGETS = {
+    "host": "loops on CPU threads, which prove the protocol; not a measure of speed",
+}
+_HEADINGS = (
+    ("operator", "<16"),
+    ("M x K x N", "<22"),
+    ("dtype", "<20"),
+    ("world", ">5"),
+    ("target", ">6"),
+    ("error/bound", ">11"),
+    ("bytes from peers", ">16"),
+    ("planned", ">10"),
+    ("ms", ">8"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a case, and what came of it on all ranks."""
+
+    operator: str
+    shape: dict[str, int]
+    row_counts: tuple[int, ...]
+    dtype: str
+    out_dtype: str
+    world: int
+    target: str
+    error_over_bound: float
+    bytes_from_peers: int
+    bytes_planned: int
+    ms: float
+    ok: bool
+
+    def __str__(self) -> str:
+        shape = " x ".join(map(str, self.shape.values()))
+        dtype = self.dtype if self.dtype == self.out_dtype else f"{self.dtype}->{self.out_dtype}"
+        cells = (
+            self.operator,
+            shape if len(set(self.row_counts)) == 1 else f"{shape} uneven",
+            dtype,
+            self.world,
+            self.target,
+            f"{self.error_over_bound:.3f}",
+            self.bytes_from_peers,
+            self.bytes_planned,
+            f"{self.ms:.3f}",
+        )
+        return _line(cells) + ("" if self.ok else "  WRONG")
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What one rank saw of a case; bytes are those of all calls."""
+
+    error: float
+    counted: int
+    planned: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class _GemmCase:
+    row_counts: tuple[int, ...]
+    k: int
+    n: int
+    dtype: str
+    out_dtype: str
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {"M": sum(self.row_counts), "K": self.k, "N": self.n}
+
+
+def _gemm_cases(size: int) -> Iterator[_GemmCase]:
+    for dtype in ("bfloat16", "float16", "float32", "float64"):
+        yield _GemmCase((64,) * size, 128, 64, dtype, dtype)
+    odd = reference.array_split_counts(37 * size + size // 2, size)
+    yield _GemmCase(odd, 77, 33, "bfloat16", "float32")
+    yield _GemmCase(odd, 131, 65, "float64", "float64")
+    uneven = tuple((67, 0, 33, 1)[rank % 4] for rank in range(size))
+    yield _GemmCase(uneven, 77, 19, "float16", "float16")
+    yield _GemmCase(uneven, 1, 70, "float32", "float32")
+
+
+def _allgather_gemm(comm: Communicator, case: _GemmCase) -> _Measured:
+    random = np.random.default_rng(0)  # so every rank knows all of A
+    blocks = [random.standard_normal((m, case.k)).astype(case.dtype) for m in case.row_counts]
+    random = np.random.default_rng(1 + comm.rank)
+    b = random.standard_normal((case.k, case.n)).astype(case.dtype)
+    a = comm.asarray(blocks[comm.rank])
+    with AllGatherGemm(
+        a, b, comm=comm, row_counts=case.row_counts, dtype=case.out_dtype
+    ) as step:
+        expected = reference.allgather_gemm(blocks, b, case.out_dtype)
+        planned = step.plan.bytes_from_peers
+        return _measure(comm, expected, lambda out: step(a, b, out=out), planned)
+
+
+def _measure(
+    comm: Communicator,
+    expected: reference.Expected,
+    call: Callable[[np.ndarray], Any],
+    planned: int,
+) -> _Measured:
+    before = comm.bytes_from_peers
+    out = np.full(expected.value.shape, np.nan, expected.dtype)
+    call(out)
+    error = expected.check(out)
+    out[...] = np.nan
+    seconds = []
+    for _ in range(_WARM_CALLS):
+        start = time.perf_counter()
+        call(out)
+        seconds.append(time.perf_counter() - start)
+    error = max(error, expected.check(out))
+    counted = comm.bytes_from_peers - before
+    return _Measured(error, counted, (1 + _WARM_CALLS) * planned, 1e3 * statistics.median(seconds))
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """An operator of the demonstration: its cases for a number of ranks, and how to run one."""
+
+    name: str
+    cases: Callable[[int], Iterator[Any]]
+    run: Callable[[Communicator, Any], _Measured]
+
+
+_OPERATORS = (_Operator("allgather_gemm", _gemm_cases, _allgather_gemm),)
+
+
+def demo(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Run all cases of all operators, print a table, and raise `CommandError` if one is wrong."""
+    if arguments.ranks not in (None, comm.size):
+        raise CommandError(
+            f"the world has {comm.size} rank(s), --ranks asks for {arguments.ranks}: start it with "
+            "the launcher of the MPI that mpi4py uses (mkernel-cp doctor names it)"
+        )
+    verbose = comm.rank == 0 and not arguments.json
+    if verbose:
+        print(_title(comm), flush=True)
+        print(_line([heading for heading, _ in _HEADINGS]), flush=True)
+    rows = []
+    for operator in _OPERATORS:
+        for case in operator.cases(comm.size):
+            rows.append(_run(comm, operator, case))
+            if verbose:
+                print(rows[-1], flush=True)
+    if comm.rank == 0 and arguments.json:
+        print(_json(comm, rows), flush=True)
+    wrong = sum(not row.ok for row in rows)
+    if wrong:
+        raise CommandError(
+            f"{wrong} of {len(rows)} rows are wrong: an error above its bound, or bytes that were "
+            "not planned"
+        )
+    if verbose:
+        print(f"all {len(rows)} rows agree with the reference", flush=True)
+    return 0
+
+
+def _run(comm: Communicator, operator: _Operator, case: Any) -> Row:
+    measured = operator.run(comm, case)
+    everyone = comm.agree("the next row of the demo", lambda: measured)
+    counted, planned = (sum(getattr(m, x) for m in everyone) for x in ("counted", "planned"))
+    error = max(m.error for m in everyone)
+    calls = 1 + _WARM_CALLS
+    return Row(
+        operator=operator.name,
+        shape=case.shape,
+        row_counts=case.row_counts,
+        dtype=case.dtype,
+        out_dtype=case.out_dtype,
+        world=comm.size,
+        target=comm.target,
+        error_over_bound=error,
+        bytes_from_peers=counted // calls,
+        bytes_planned=planned // calls,
+        ms=max(m.ms for m in everyone),
+        ok=error <= 1 and all(m.counted == m.planned for m in everyone),
+    )
+
+
+def _title(comm: Communicator) -> str:
+    nodes = "node" if comm.num_nodes == 1 else "nodes"
+    ranks = "rank" if comm.size == 1 else "ranks"
+    return (
+        f"mkernel_cp {__version__}, {comm.size} {ranks} on {comm.num_nodes} {nodes}, "
+        f"target {comm.target}: {_TARGETS[comm.target]}"
+    )
+
+
+def _line(cells: Sequence[object]) -> str:
+    form = zip(cells, _HEADINGS, strict=True)
+    return "  ".join(f"{cell:{width}}" for cell, (_, width) in form)
+
+
+def _json(comm: Communicator, rows: Sequence[Row]) -> str:
+    records = [asdict(row) for row in rows]
+    for record in records:
+        if not math.isfinite(record["error_over_bound"]):
+            record["error_over_bound"] = None  # JSON has no infinity
+    return json.dumps(
+        {
+            "version": __version__,
+            "world": comm.size,
+            "nodes": comm.num_nodes,
+            "target": comm.target,
+            "note": _TARGETS[comm.target],
+            "ok": all(row.ok for row in rows),
+            "rows": records,
+        },
+        indent=2,
+        allow_nan=False,
+    )

@@ -1,0 +1,290 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mkernel_cp as mk
+import worlds
+from shapes import DTYPES, cases, operands
+
+CASES = [
+    case for size in worlds.SIZES for case in cases(count=12, seed=size, world=size, largest=150)
+]
+
+
+def call(comm, case, seed, **keywords):
+    """One call of a rank on poisoned memory, and its reference."""
+    a_blocks, b_blocks = operands(case, seed, integers=keywords.pop("integers", False))
+    out = worlds.nan_filled((case.m, case.n_per_rank[comm.rank]), case.out_dtype)
+    worlds.poison(comm)
+    result = mk.allgather_gemm(
+        a_blocks[comm.rank],
+        b_blocks[comm.rank],
+        comm=comm,
+        row_counts=worlds.row_counts(case),
+        out=out,
+        dtype=case.out_dtype,
+        **keywords,
+    )
+    assert result is out
+    return out
+
+
+@pytest.mark.operator
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_reference(case):
+    def program(comm):
+        for seed in (1, 2):
+            out = call(comm, case, seed)
+            worlds.expected(case, seed, comm.rank).assert_close(out, f"rank {comm.rank}")
+
+    worlds.run(case.world, program)
+
+
+@pytest.mark.operator
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_small_integers_are_exact(case):
+    def program(comm):
+        out = call(comm, case, 3, integers=True)
+        exact = worlds.expected(case, 3, comm.rank, integers=True).value
+        np.testing.assert_array_equal(out.astype(np.float64), exact)
+
+    worlds.run(case.world, program)
+
+
+@pytest.mark.operator
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("size", worlds.SIZES)
+def test_back_to_back_calls_with_late_ranks_and_roles(size, lanes):
+    """Inputs change under the peers' eyes as soon as a call returns; so early reuse shows."""
+    rng = np.random.default_rng(size)
+    counts = tuple(int(rows) for rows in rng.integers(0, 40, size))
+    k, columns = 37, 29
+    data = rng.standard_normal((30, sum(counts), k)).astype(np.float32)
+    b = rng.standard_normal((30, size, k, columns)).astype(np.float32)
+    start = np.cumsum([0, *counts])
+
+    def program(comm):
+        worlds.chaos(comm, seed=7 * size + lanes, lanes=lanes, delay_ns=(2_000_000, 500_000))
+        a = comm.empty((counts[comm.rank], k), np.float32)
+        own_b = np.empty((k, columns), np.float32)
+        for step in range(30):
+            a[...] = data[step, start[comm.rank] : start[comm.rank + 1]]
+            own_b[...] = b[step, comm.rank]
+            worlds.poison(comm)
+            out = mk.allgather_gemm(a, own_b, comm=comm, row_counts=counts)
+            a[...] = np.nan
+            own_b[...] = np.nan
+            np.testing.assert_allclose(out, data[step] @ b[step, comm.rank], rtol=0, atol=1e-4)
+
+    worlds.run(size, program)
+
+
+@pytest.mark.operator
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_for_any_world_split_tile_and_chunk(dtype):
+    rng = np.random.default_rng(5)
+    a, b = rng.standard_normal((97, 131)), rng.standard_normal((131, 61))
+    a, b = a.astype(dtype), b.astype(dtype)
+    options = [None, mk.Options((2, 3), (16, 40, 24), 1000), mk.Options(tile=(1, 1024, 7))]
+
+    def program(comm):
+        return [
+            mk.allgather_gemm(
+                a[comm.rows(97)], b, comm=comm, row_counts=comm.row_counts(97), options=option
+            ).tobytes()
+            for option in options
+            for _ in range(3)
+        ]
+
+    results = [bits for size in worlds.SIZES for rank in worlds.run(size, program) for bits in rank]
+    assert len(set(results)) == 1
+
+
+@pytest.mark.operator
+def test_nan_and_infinity_reach_only_what_depends_on_them():
+    rng = np.random.default_rng(6)
+    a, b = rng.standard_normal((60, 50)), rng.standard_normal((50, 40))
+    a[17, 3], a[44, 7], b[9, 21] = np.nan, np.inf, np.nan
+
+    def program(comm):
+        out = mk.allgather_gemm(a[comm.rows(60)], b, comm=comm, row_counts=comm.row_counts(60))
+        clean = np.ones((60, 40), bool)
+        clean[[17, 44]] = clean[:, 21] = False
+        assert np.isfinite(out[clean]).all()
+        assert np.isnan(out[17]).all()
+        assert np.isnan(out[:, 21]).all()
+        rest = np.arange(40) != 21
+        np.testing.assert_array_equal(out[44, rest], np.sign(b[7, rest]) * np.inf)
+
+    worlds.run(3, program)
+
+
+@pytest.mark.operator
+def test_counted_bytes_are_the_plans():
+    def program(comm):
+        rng = np.random.default_rng(comm.rank)
+        for rows, k, n in ((64, 64, 64), (33, 17, 5), (20, 30, 0), (0, 8, 8)):
+            a, b = rng.standard_normal((rows, k)), rng.standard_normal((k, n * comm.rank))
+            with mk.AllGatherGemm(a, b, comm=comm) as step:
+                before = comm.bytes_from_peers
+                step(a, b)
+                step(a, b)
+                assert comm.bytes_from_peers - before == 2 * step.plan.bytes_from_peers
+                expected = (comm.size - 1) * a.nbytes if b.size else 0
+                assert step.plan.bytes_from_peers == expected
+
+    worlds.run(3, program)
+
+
+@pytest.mark.operator
+def test_operands_in_a_segment_are_read_in_place():
+    def program(comm):
+        rng = np.random.default_rng(comm.rank)
+        wide = comm.asarray(rng.standard_normal((20, 90)))
+        for a in (wide, wide[:, 5:70], wide[2:19, ::-1], wide[::3], wide[:7].T):
+            b = rng.standard_normal((a.shape[1], 30))
+            blocks = comm.agree("blocks", lambda a=a: np.array(a))
+            step = mk.AllGatherGemm(a, b, comm=comm)
+            worlds.poison(comm)
+            np.testing.assert_allclose(step(a, b), np.vstack(blocks) @ b, atol=1e-12)
+            in_place = step._operand(a)[2] is a
+            assert in_place == (a.strides[1] == 8 or a.strides[0] == 8)
+
+    worlds.run(3, program)
+
+
+def test_order_may_differ_between_ranks_and_calls():
+    rng = np.random.default_rng(8)
+    a, b = rng.standard_normal((3, 31, 47)), rng.standard_normal((47, 9))
+
+    def program(comm):
+        for orders in ("CFC", "FFF", "CCC", "FCF"):
+            for shared in (False, True):
+                own = np.asarray(a[comm.rank], order=orders[comm.rank])
+                own = comm.asarray(own) if shared else own
+                out = mk.allgather_gemm(own, b, comm=comm)
+                np.testing.assert_allclose(out, a.reshape(93, 47) @ b, atol=1e-12)
+
+    worlds.run(3, program)
+
+
+@pytest.mark.operator
+def test_output_may_have_any_strides():
+    rng = np.random.default_rng(9)
+    a, b = rng.standard_normal((24, 10)), rng.standard_normal((10, 12))
+
+    def program(comm):
+        whole = np.full((60, 80), np.nan)
+        fields = np.zeros((24, 12), np.dtype([("pad", "u1"), ("x", "f8")]))
+        for out in (whole[3:51:2, 70:10:-5], whole[:24, :12].T[:12].T, whole.T[:24, 5:17]):
+            out[...] = np.nan
+            outside = np.isnan(whole).sum()
+            mk.allgather_gemm(
+                a[comm.rows(24)], b, comm=comm, row_counts=comm.row_counts(24), out=out
+            )
+            np.testing.assert_allclose(out, a @ b, atol=1e-12)
+            assert np.isnan(whole).sum() == outside - out.size
+            out[...] = np.nan
+        # Not a whole number of elements from one to the next: filled by a copy.
+        mk.allgather_gemm(
+            a[comm.rows(24)], b, comm=comm, row_counts=comm.row_counts(24), out=fields["x"]
+        )
+        np.testing.assert_allclose(fields["x"], a @ b, atol=1e-12)
+
+    worlds.run(2, program)
+
+
+def test_result_is_a_new_array_that_later_calls_leave_alone():
+    def program(comm):
+        a, b = np.full((4, 4), 1.0), np.eye(4)
+        first = mk.allgather_gemm(a, b, comm=comm)
+        mk.allgather_gemm(2 * a, b, comm=comm)
+        np.testing.assert_array_equal(first, 1.0)
+
+    worlds.run(2, program)
+
+
+A, B = np.ones((4, 6)), np.ones((6, 5))
+WRONG = {
+    "a list": (TypeError, "ndarray", [[1.0]], B, {}),
+    "one dimension": (ValueError, "2 dimensions", A[0], B, {}),
+    "integers": (TypeError, "bfloat16, float16", A.astype(int), B.astype(int), {}),
+    "complex": (TypeError, "bfloat16, float16", A + 0j, B + 0j, {}),
+    "16-bit pattern": (TypeError, "bfloat16", A.astype(np.uint16), B.astype(np.uint16), {}),
+    "other byte order": (TypeError, "float64", A.astype(">f8"), B.astype(">f8"), {}),
+    "mixed": (TypeError, "same for both", A.astype(np.float32), B, {}),
+    "inner extents": (ValueError, "as many columns", A[:, :5], B, {}),
+    "narrowing": (TypeError, "use float64", A, B, {"dtype": np.float32}),
+    "float64 from bfloat16": (
+        TypeError,
+        "use bfloat16 or float32",
+        A.astype(ml_dtypes.bfloat16),
+        B.astype(ml_dtypes.bfloat16),
+        {"dtype": np.float64},
+    ),
+    "counts of another world": (ValueError, "2 numbers", A, B, {"row_counts": (4,)}),
+    "negative counts": (ValueError, ">= 0", A, B, {"row_counts": (4, -4)}),
+    "fractional counts": (TypeError, "integers", A, B, {"row_counts": (4.0, 4.0)}),
+    "other counts than rows": (ValueError, "passes 4 rows", A, B, {"row_counts": (5, 5)}),
+    "out of another shape": (ValueError, "the result has", A, B, {"out": np.ones((8, 6))}),
+    "out of another dtype": (TypeError, "dtype=", A, B, {"out": np.ones((8, 5), np.float32)}),
+    "options": (TypeError, "Options", A, B, {"options": {"tile": 3}}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_on_all_ranks_leave_the_communicator_usable(name):
+    kind, text, a, b, keywords = WRONG[name]
+
+    def program(comm):
+        for _ in range(2):
+            with pytest.raises(kind, match=text):
+                mk.allgather_gemm(a, b, comm=comm, **keywords)
+            out = mk.allgather_gemm(A, B, comm=comm)
+            np.testing.assert_array_equal(out, A.shape[1])
+
+    worlds.run(2, program)
+
+
+def test_read_only_broadcast_and_overlapping_outputs_are_refused():
+    def program(comm):
+        square = np.ones((4, 8))
+        frozen = np.ones((8, 5))
+        frozen.flags.writeable = False
+        spread = np.lib.stride_tricks.as_strided(np.ones(5), (8, 5), (0, 8))
+        room = comm.zeros((12, 8))
+        for out, text in ((frozen, "read-only"), (spread, "share memory")):
+            with pytest.raises(ValueError, match=text):
+                mk.allgather_gemm(A, B, comm=comm, out=out)
+        with pytest.raises(ValueError, match="overlaps a"):
+            mk.allgather_gemm(room[:4], np.eye(8), comm=comm, out=room[3:11])
+        with pytest.raises(ValueError, match="overlaps b"):
+            mk.allgather_gemm(square, room[:8], comm=comm, out=room[4:])
+
+    worlds.run(2, program)
+
+
+def test_a_plan_refuses_other_operands():
+    def program(comm):
+        with mk.AllGatherGemm(A, B, comm=comm) as step:
+            with pytest.raises(ValueError, match="this plan is for"):
+                step(A[:3], B)
+            with pytest.raises(ValueError, match="this plan is for"):
+                step(A.astype(np.float32), B.astype(np.float32))
+            np.testing.assert_array_equal(step(A, B), 6.0)
+
+    worlds.run(2, program)
+
+
+def test_a_larger_problem_moves_the_arena_under_earlier_plans():
+    def program(comm):
+        rng = np.random.default_rng(0)
+        small = rng.standard_normal((5, 7)), rng.standard_normal((7, 3))
+        large = rng.standard_normal((300, 200)), rng.standard_normal((200, 3))
+        step = mk.AllGatherGemm(*small, comm=comm)
+        for a, b in (small, large, small):
+            out = mk.allgather_gemm(a, b, comm=comm)
+            np.testing.assert_allclose(out, np.tile(a @ b, (2, 1)), atol=1e-12)
+            np.testing.assert_allclose(step(*small), np.tile(small[0] @ small[1], (2, 1)))
+
+    worlds.run(2, program)
