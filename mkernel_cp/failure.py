@@ -10,8 +10,6 @@ from typing import Any
 
 from . import errors
 
-EVERYONE = 2**64 - 1
-
 
 class Reason(enum.IntEnum):
     """Why a wait ended without its signal; as in signal.cuh, and two that only the host sees."""
@@ -66,7 +64,6 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
     errors.Error
     """
     reason, peer = Reason(record.reason), record.peer
-    names = "every peer" if peer == EVERYONE else f"rank {peer}"
     if reason is Reason.MISMATCH:
         return errors.ArgumentMismatchError(
             f"ranks disagree: rank {origin} calls {texts[origin]}; rank {peer} calls {texts[peer]}."
@@ -80,13 +77,14 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
         return errors.PeerLostError(
             f"rank {peer} has closed its communicator while rank {origin} calls {texts[origin]}"
         )
-    what = _AWAITED[Awaited(record.awaited)].format(peer=names, index=record.index)
+    what = _AWAITED[Awaited(record.awaited)].format(peer=f"rank {peer}", index=record.index)
     entry = reason is Reason.ENTRY_TIMEOUT
     remedy = (
-        f"{names} did not make this call: do all ranks make the same calls? entry_timeout= sets "
-        "how long to wait"
+        f"Rank {peer} has not made this call: do all ranks make the same calls? entry_timeout= sets "
+        "how long to wait for it"
         if entry
-        else "progress_timeout= sets how long to wait once all ranks have entered the call"
+        else f"Rank {peer} has made this call, and does not go on; progress_timeout= sets how long "
+        "to wait for that"
     )
     return errors.TimeoutError(
         f"rank {origin} waited {record.waited_ns * 1e-9:.3g} s in {texts[origin]} for {what} "

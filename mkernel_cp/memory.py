@@ -6,11 +6,14 @@ name, so a killed process leaves nothing behind.
 
 import bisect
 import collections
+import contextlib
 import math
 import mmap
 import os
+import re
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +26,20 @@ _PAGE = mmap.PAGESIZE
 def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def available_memory() -> int:
+    """Return the bytes that this process could still use, by the machine and by its cgroup."""
+    limits = [2**63]
+    with contextlib.suppress(OSError, AttributeError):
+        found = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+        limits.append(int(found.group(1)) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
+        folder = Path("/sys/fs/cgroup", group)
+        used = int((folder / "memory.current").read_text())
+        limits.append(int((folder / "memory.max").read_text()) - used)
+    return max(0, min(limits))
 
 
 class Segment:
@@ -54,17 +71,22 @@ class Segment:
     def create(cls, nbytes: int) -> "Segment":
         """Allocate a segment of at least `nbytes`, zeroed; OutOfMemoryError if that fails."""
         nbytes = round_up(max(nbytes, 1), _PAGE)
+        # Pages come with their first use, and without memory the kernel would kill us then.
+        available = available_memory()
+        if nbytes > available:
+            raise errors.OutOfMemoryError(
+                f"cannot allocate {nbytes} bytes of shared memory: {available} bytes are available"
+            )
         try:
             fd = os.memfd_create("mkernel_cp", os.MFD_CLOEXEC)
         except OSError as error:
             raise errors.OutOfMemoryError(f"memfd_create: {error.strerror}") from None
         try:
-            # Reserved now: a later page fault without memory would be a SIGBUS.
-            os.posix_fallocate(fd, 0, nbytes)
-        except (OSError, OverflowError) as error:
+            os.ftruncate(fd, nbytes)
+        except OSError as error:
             os.close(fd)
             raise errors.OutOfMemoryError(
-                f"cannot allocate {nbytes} bytes of shared memory: {error}"
+                f"cannot allocate {nbytes} bytes of shared memory: {error.strerror}"
             ) from None
         return cls(fd, nbytes)
 

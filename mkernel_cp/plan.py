@@ -209,7 +209,8 @@ def plan_allgather_gemm(
     ranks = len(row_counts)
     tile = options.tile or (64, 64, 64)
     tile = tuple(
-        min(extent, max(1, limit)) for extent, limit in zip(tile, (max(row_counts), n, k), strict=True)
+        min(extent, max(1, limit))
+        for extent, limit in zip(tile, (max(row_counts), n, k), strict=True)
     )
     cores = len(os.sched_getaffinity(0))
     tiles = sum(math.ceil(rows / tile[0]) for rows in row_counts) * math.ceil(n / tile[1])

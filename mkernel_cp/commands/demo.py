@@ -108,9 +108,7 @@ def _allgather_gemm(comm: Communicator, case: _GemmCase) -> _Measured:
     random = np.random.default_rng(1 + comm.rank)
     b = random.standard_normal((case.k, case.n)).astype(case.dtype)
     a = comm.asarray(blocks[comm.rank])
-    with AllGatherGemm(
-        a, b, comm=comm, row_counts=case.row_counts, dtype=case.out_dtype
-    ) as step:
+    with AllGatherGemm(a, b, comm=comm, row_counts=case.row_counts, dtype=case.out_dtype) as step:
         expected = reference.allgather_gemm(blocks, b, case.out_dtype)
         planned = step.plan.bytes_from_peers
         return _measure(comm, expected, lambda out: step(a, b, out=out), planned)

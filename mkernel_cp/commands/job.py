@@ -2,11 +2,11 @@
 
 import contextlib
 import errno
+import faulthandler
 import os
 import secrets
 import socket
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -75,7 +75,9 @@ def on_ranks(program: Callable[[Communicator], int]) -> int:
                 raise
     except Exception as error:
         speaker.tell(error)
-        return _leave(MPI, 1, lost=isinstance(error, PeerLostError))
+        # A rank that has only closed its communicator does come to the end.
+        gone = isinstance(error, PeerLostError) and str(error).startswith("lost")
+        return _leave(MPI, 1, lost=gone)
     except KeyboardInterrupt:
         return _leave(MPI, 130)
 
@@ -156,9 +158,9 @@ def _leave(MPI: Any, status: int, *, lost: bool = False) -> int:
         # The launcher ends all ranks when one leaves so: first the one that tells is to do it.
         time.sleep(1.0)
         os._exit(status)
-    timer = threading.Timer(_FINALIZE_SECONDS, os._exit, (status,))
-    timer.daemon = True
-    timer.start()
-    MPI.Finalize()
-    timer.cancel()
+    # Finalising may wait for ever, and hold the interpreter's lock; this watchdog needs none.
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(_FINALIZE_SECONDS, exit=True, file=nowhere)
+        MPI.Finalize()
+        faulthandler.cancel_dump_traceback_later()
     return status

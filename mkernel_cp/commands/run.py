@@ -26,7 +26,7 @@ _VOID = np.dtype("V2")
 
 
 def allgather_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
-    """Multiply two files into a third: rows of A and columns of B and C are split over the ranks."""
+    """Multiply two files into a third; the rows of A and columns of B and C are split by rank."""
     matrices: list[np.ndarray] = []
 
     def open_inputs() -> str:

@@ -115,13 +115,11 @@ class AllGatherGemm:
 
     def _set_up(self, spec: "_Spec", comm: Communicator, a: np.ndarray) -> None:
         self._spec, self._comm = spec, comm
-        structures = structs.shared()
         self._what = spec.agreed_text()
-        types = {"MK_TYPE": spec.dtype, "MK_OUT_TYPE": spec.out_dtype}
-        defines = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
+        kernels = []
 
         def compile_and_prefer() -> bool | None:
-            HostKernel("allgather_gemm", defines, structures.AllGatherGemmParams)
+            kernels.append(_kernel(spec))
             return operands.prefers_columns(a)
 
         chunk = plans.chunk_shape(spec.row_counts, spec.k, spec.dtype, spec.options.chunk_bytes)
@@ -135,7 +133,7 @@ class AllGatherGemm:
             return signals, max(sizes)
 
         preferences = set(comm.agreement(self._what, need, compile_and_prefer)) - {None}
-        self._kernel = HostKernel("allgather_gemm", defines, structures.AllGatherGemmParams)
+        self._kernel = kernels[0] if kernels else _kernel(spec)
         self.plan = plans.plan_allgather_gemm(
             comm.rank,
             spec.row_counts,
@@ -291,6 +289,12 @@ class _Spec:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Spec) and self._key == other._key
+
+
+def _kernel(spec: _Spec) -> HostKernel:
+    types = {"MK_TYPE": spec.dtype, "MK_OUT_TYPE": spec.out_dtype}
+    defines = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
+    return HostKernel("allgather_gemm", defines, structs.shared().AllGatherGemmParams)
 
 
 def _set_matrix(to: Any, array: np.ndarray) -> None:

@@ -66,7 +66,7 @@ public:
         return verdict;
     }
 
-    // All lanes call it; what they stored, and what Completed stands for, is seen by whoever sees the signal.
+    // All lanes call it; the bytes that Completed stands for are seen by whoever sees the signal.
     template <Scope scope>
     MK_DEVICE void raise(u64* signal, u64 progress, Completed) {
         raise<scope>(signal, progress);
@@ -76,7 +76,6 @@ protected:
     template <Scope scope>
     MK_DEVICE void raise(u64* signal, u64 progress) {
         interleave();
-        agent_.sync();
         if (live_ && agent_.lane() == 0) store_release<scope>(signal, target(progress));
         interleave();
     }
@@ -110,7 +109,7 @@ private:
             // The signal once more, now that a peer is known to have closed: it may have been raised before that.
             if (closed(subject.peer) && check(load_acquire(signal)) == Poll::pending)
                 return fail(Reason::closed, subject, goal, seen, now - start);
-            Phase phase = phase_of(subject.peer);
+            Phase phase = phase_of(one_of(subject.peer));
             if (phase != clock.phase) clock = {phase, now};
             u64 limit = phase == Phase::entered ? world_.progress_timeout_ns : world_.entry_timeout_ns;
             if (limit && now - clock.since > limit)
@@ -127,20 +126,19 @@ private:
     };
 
     MK_DEVICE Phase phase_of(u64 peer) const {
-        if (peer != everyone) return phase_of_one(peer);
-        Phase least = Phase::entered;
-        for (u64 p = 0; p < size(); ++p) {
-            Phase phase = phase_of_one(p);
-            if (phase < least) least = phase;
-        }
-        return least;
-    }
-
-    MK_DEVICE Phase phase_of_one(u64 peer) const {
         if (peer == rank()) return Phase::entered;
         u64 called = load_relaxed(&world_.inbox[peer].called);
         if (called >= target(u64(Called::ready))) return Phase::entered;
         return called >= target(u64(Called::announced)) ? Phase::announced : Phase::outside;
+    }
+
+    // The peer itself, or, of everyone, the one that has got least far.
+    MK_DEVICE u64 one_of(u64 peer) const {
+        if (peer != everyone) return peer;
+        u64 last = rank();
+        for (u64 peer = 0; peer < size(); ++peer)
+            if (phase_of(peer) < phase_of(last)) last = peer;
+        return last;
     }
 
     MK_DEVICE bool closed(u64 peer) const { return peer != everyone && load_acquire(&world_.pages[peer]->closed); }
@@ -155,7 +153,7 @@ private:
             record.role = role_;
             record.awaited = u64(subject.awaited);
             record.index = subject.index;
-            record.peer = subject.peer;
+            record.peer = one_of(subject.peer);
             record.expected = expected;
             record.seen = seen;
             record.waited_ns = waited_ns;

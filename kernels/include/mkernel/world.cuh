@@ -36,9 +36,8 @@ public:
         return static_cast<u8*>(world().segments[place.segment * size() + peer]) + place.offset;
     }
 
-    // Called by each of `readers` agents when it has read what it needs of the peer's operand: the last one tells it.
+    // Called by each of `readers` agents when its copies of the peer's operand are complete: the last one tells it.
     MK_DEVICE void have_read(u64 peer, u64 readers) {
-        agent().sync();
         if (live() && agent().lane() == 0 && fetch_add(counter(1 + peer), 1) + 1 == readers)
             store_release<Scope::system>(&world().outbox[peer]->read, target(1));
     }

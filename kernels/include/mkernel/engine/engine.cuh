@@ -1,4 +1,10 @@
 // The engine that this kernel is compiled with. All have one interface: gemm() of host.cuh says which.
 #pragma once
 
+#include "../target.cuh"
+
+#if MK_TARGET_HOST
 #include "host.cuh"
+#else
+#include "portable.cuh"
+#endif

@@ -1,0 +1,198 @@
+"""Breaks one line of the kernels at a time: the suite must pass on the original, and fail on each.
+
+python tests/mutants.py [name ...] runs all or some; exit code 1 if a mutant survives.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from mkernel_cp import compiler
+
+TESTS = Path(__file__).parent
+QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
+SANITIZED = ("test_thread_sanitizer.py",)
+
+
+class Mutant(NamedTuple):
+    """A text that occurs once in a file of the kernels, what takes its place, and who must notice."""
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = QUICK
+
+
+H = "include/mkernel/"
+MUTANTS = {
+    "gate wait": Mutant(
+        H + "landing.cuh",
+        "if (!launch_.wait(who, &plan_.arrived[index], 1, subject)) return false;",
+        "(void)subject;",
+    ),
+    "gate wait, sanitized": Mutant(
+        H + "landing.cuh",
+        "if (!launch_.wait(who, &plan_.arrived[index], 1, subject)) return false;",
+        "(void)subject;",
+        SANITIZED,
+    ),
+    "call-message wait": Mutant(
+        H + "world.cuh",
+        "if (seen < target(u64(Called::announced))) return Poll::pending;",
+        "if (seen < target(u64(Called::announced))) return Poll::done;",
+    ),
+    "call digest": Mutant(
+        H + "world.cuh",
+        "if (inbox.message.digest != digest) return Poll::mismatch;",
+        "(void)digest;",
+    ),
+    "refusal": Mutant(
+        H + "world.cuh",
+        "if (seen >= target(u64(Called::refused))) return Poll::refused;",
+        "",
+    ),
+    "completion wait": Mutant(H + "copy.cuh", "transfer_.finish(agent_);", ""),
+    "release": Mutant(
+        H + "target_host.cuh", "__ATOMIC_RELEASE); }", "__ATOMIC_RELAXED); }", SANITIZED
+    ),
+    "acquire": Mutant(
+        H + "target_host.cuh", "word, __ATOMIC_ACQUIRE)", "word, __ATOMIC_RELAXED)", SANITIZED
+    ),
+    "finish handshake": Mutant(
+        H + "world.cuh",
+        "if (!wait(agent().alone(), &world().inbox[peer].read, 1, {Awaited::read, peer, 0})) return;",
+        "",
+    ),
+    "last reader": Mutant(
+        H + "world.cuh", "fetch_add(counter(1 + peer), 1) + 1 == readers", "readers > 0"
+    ),
+    "counter banks": Mutant(H + "world.cuh", "*bank(generation() + 1, i) = 0;", "(void)i;"),
+    "generation in signals": Mutant(
+        H + "signal.cuh", "return generation_ << 32 | progress;", "return u64(1) << 32 | progress;"
+    ),
+    "abort look": Mutant(
+        H + "signal.cuh", "if (load_relaxed(&world_.pages[rank()]->abort)) return false;", ""
+    ),
+    "abort of the others": Mutant(
+        H + "signal.cuh", "if (load_relaxed(abort) == 0) store_release", "if (!abort) store_release"
+    ),
+    "closed look": Mutant(
+        H + "signal.cuh",
+        "if (closed(subject.peer) && check(load_acquire(signal)) == Poll::pending)",
+        "if (false)",
+    ),
+    "deadline": Mutant(
+        H + "signal.cuh", "if (limit && now - clock.since > limit)", "if (limit > now)"
+    ),
+    "raising after a failure": Mutant(
+        H + "signal.cuh", "if (live_ && agent_.lane() == 0) store", "if (agent_.lane() == 0) store"
+    ),
+    "lane barrier": Mutant(
+        H + "target_host.cuh",
+        "        run(agent);\n        agent.sync();",
+        "        run(agent);",
+    ),
+    "lane barrier, sanitized": Mutant(
+        H + "target_host.cuh",
+        "        run(agent);\n        agent.sync();",
+        "        run(agent);",
+        SANITIZED,
+    ),
+    "verdict broadcast": Mutant(H + "signal.cuh", "verdict = who.broadcast(verdict);", ""),
+    "NaN after a failure": Mutant(
+        H + "engine/host.cuh",
+        "arrived ? sink.transform(sums[i * pitch + j]) : not_a_number<Out>()",
+        "sink.transform(sums[i * pitch + j])",
+    ),
+    "M tail": Mutant(
+        H + "schedule.cuh",
+        "block(index_ / columns, grid_.tile.rows, grid_.rows_of(source()))",
+        "block(index_ / columns, grid_.tile.rows, grid_.rows_of(source()) + 1)",
+    ),
+    "N tail": Mutant(
+        H + "schedule.cuh",
+        "block(index_ % columns, grid_.tile.columns, grid_.n)",
+        "block(index_ % columns, grid_.tile.columns, grid_.n - 1)",
+    ),
+    "K tail": Mutant(
+        H + "engine/host.cuh",
+        "for (Range panel : Blocks(depth, shape.k))",
+        "for (Range panel : Blocks(depth / shape.k * shape.k, shape.k))",
+    ),
+    "chunk tail": Mutant(
+        H + "landing.cuh",
+        "block(i / panels, plan_.chunk_rows, rows_of(source))",
+        "block(i / panels, plan_.chunk_rows, rows_of(source) - 1)",
+    ),
+    "source of another rank": Mutant(
+        H + "schedule.cuh", "return (grid_.rank + ring_) % grid_.size;", "return ring_;"
+    ),
+}
+
+
+def run(kernels: Path, tests: tuple[str, ...], cache: str) -> subprocess.CompletedProcess[str]:
+    """Run tests on a folder of kernels."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--timeout", "60"),
+            *("-p", "no:cacheprovider", "--kernels", str(kernels)),
+            *(str(TESTS / name) for name in tests),
+        ],
+        cwd=TESTS.parent,
+        env={**os.environ, "MKERNEL_CACHE_DIR": cache},
+        capture_output=True,
+        text=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MUTANTS)}")
+    names = parser.parse_args().names or list(MUTANTS)
+    original = compiler.kernels_dir()
+    survivors = []
+    with tempfile.TemporaryDirectory() as scratch:
+        cache = str(Path(scratch) / "cache")
+        for tests in (QUICK, SANITIZED):
+            result = run(original, tests, cache)
+            if result.returncode:
+                print(result.stdout[-4000:], result.stderr[-2000:])
+                print(f"the original kernels fail {' '.join(tests)}: nothing can be learnt")
+                return 1
+        for number, name in enumerate(names):
+            mutant = MUTANTS[name]
+            folder = Path(scratch) / str(number)
+            shutil.copytree(original, folder)
+            file = folder / mutant.file
+            text = file.read_text()
+            if text.count(mutant.old) != 1:
+                print(f"{name}: its text occurs {text.count(mutant.old)} times in {mutant.file}")
+                return 1
+            file.write_text(text.replace(mutant.old, mutant.new))
+            began = time.monotonic()
+            result = run(folder, mutant.tests, cache)
+            output = result.stdout + result.stderr
+            died = "CompileError" in output or "ConfigurationError" in output
+            caught = result.returncode != 0 and not died
+            if not caught:
+                survivors.append(name)
+            first = next((line for line in output.splitlines() if line.startswith("FAILED")), "")
+            first = first or ("the process died" if result.returncode else "")
+            verdict = "caught" if caught else "DOES NOT COMPILE" if died else "SURVIVED"
+            print(
+                f"{name}: {verdict} in {time.monotonic() - began:.0f} s  {first[:100]}", flush=True
+            )
+            if died:
+                print(output[-3000:])
+    print(f"{len(names) - len(survivors)} passed, {len(survivors)} failed")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Ranks as threads of one process, for ThreadSanitizer, which sees no further.
+
+Arguments: kernels folder or '-'.
+"""
+
+import sys
+
+import numpy as np
+
+import mkernel_cp as mk
+import worlds
+from mkernel_cp import compiler
+
+COUNTS = (33, 7, 0, 70)
+
+
+def program(comm, lanes):
+    rng = np.random.default_rng(comm.rank)
+    k, n = 75, 40
+    a, b = comm.empty((COUNTS[comm.rank], k), np.float32), np.empty((k, n), np.float32)
+    plans = [
+        mk.AllGatherGemm(
+            a, b, comm=comm, row_counts=COUNTS, options=mk.Options(split, chunk_bytes=3000)
+        )
+        for split in ((1, 1), (2, 2))
+    ]
+    worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000, 300_000))
+    for step in range(8):
+        a[...], b[...] = rng.standard_normal(a.shape), rng.standard_normal(b.shape)
+        blocks = comm.agree("blocks", lambda: np.array(a))
+        out = plans[step % 2](a, b)
+        if not np.allclose(out, np.vstack(blocks) @ b, atol=1e-4):
+            raise SystemExit("wrong result")
+
+
+with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):
+    for lanes in (1, 2, 3):
+        worlds.run(len(COUNTS), program, lanes)
+print("all right")

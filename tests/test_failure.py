@@ -1,0 +1,323 @@
+"""Every fault ends in a sentence: on every rank, soon, and the same one."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mkernel_cp as mk
+import worlds
+from mkernel_cp import communicator
+
+A, B = np.ones((4, 6)), np.ones((6, 5))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Compile first what the tests call, since they look at the clock."""
+
+    def program(comm):
+        for dtype, out in ((np.float64, None), (np.float16, None), (np.float16, np.float32)):
+            mk.allgather_gemm(A.astype(dtype), B.astype(dtype), comm=comm, dtype=out)
+
+    worlds.run(1, program)
+
+
+def outcomes(size, program, **options):
+    """Run a program on every rank and return the exception of each, or its result."""
+
+    def main(mpi):
+        comm = mk.Communicator(mpi, **options)
+        try:
+            return program(comm)
+        except Exception as error:
+            return error
+        finally:
+            barrier.wait(60)
+            comm._dismantle()
+
+    barrier = threading.Barrier(size)
+    return mk.LocalWorld(size).run(main)
+
+
+def all_are(results, kind, *texts):
+    for error in results:
+        assert isinstance(error, kind), results
+        for text in texts:
+            assert text.lower() in str(error).lower(), str(error)
+
+
+def test_a_rank_that_never_calls_ends_in_the_entry_deadline():
+    def program(comm):
+        if comm.rank != 1:
+            out = np.zeros((12, 5))
+            try:
+                mk.allgather_gemm(A, B, comm=comm, out=out)
+            finally:
+                assert comm.closed
+
+    began = time.monotonic()
+    results = outcomes(3, program, entry_timeout=0.4)
+    assert time.monotonic() - began < 5
+    all_are(results[::2], mk.TimeoutError, "rank 1", "allgather_gemm", "entry_timeout")
+
+
+def test_what_was_not_finished_is_nan():
+    def program(comm):
+        rng = np.random.default_rng(comm.rank)
+        a = comm.asarray(rng.standard_normal((20, 6)))
+        mk.allgather_gemm(a, B, comm=comm)
+        if comm.rank == 1:
+            return None
+        out = np.zeros((40, 5))
+        with pytest.raises(mk.TimeoutError):
+            mk.allgather_gemm(a, B, comm=comm, out=out)
+        np.testing.assert_allclose(out[:20], a @ B, atol=1e-12)
+        assert np.isnan(out[20:]).all()
+        return None
+
+    assert outcomes(2, program, entry_timeout=0.4) == [None, None]
+
+
+@pytest.mark.parametrize("warm", ["cold", "warm", "mixed"])
+@pytest.mark.parametrize("other", ["rows", "dtype", "operator", "out dtype", "order of calls"])
+def test_different_calls_are_told_on_all_ranks(other, warm):
+    half = {"rows": A.astype(np.float16), "dtype": A.astype(np.float16)}
+
+    def calls(comm):
+        yield lambda: mk.allgather_gemm(A.astype(np.float16), B.astype(np.float16), comm=comm)
+        if other == "rows":
+            yield lambda: mk.allgather_gemm(
+                half["rows"][:3], B.astype(np.float16), comm=comm, row_counts=(3,) * comm.size
+            )
+        elif other == "operator":
+            yield comm.barrier
+        elif other == "out dtype":
+            yield lambda: mk.allgather_gemm(
+                A.astype(np.float16), B.astype(np.float16), comm=comm, dtype=np.float32
+            )
+        else:
+            yield lambda: mk.allgather_gemm(A, B, comm=comm)
+
+    def program(comm):
+        usual, unusual = calls(comm)
+        if warm != "cold":
+            usual()
+        if warm == "warm":
+            unusual()
+        (unusual if comm.rank == 1 else usual)()
+        usual()
+
+    began = time.monotonic()
+    results = outcomes(3, program)
+    assert time.monotonic() - began < 10
+    all_are(results, mk.ArgumentMismatchError, "rank 1", "allgather_gemm")
+
+
+def test_a_rank_that_refuses_alone_is_quoted_by_the_others():
+    def program(comm):
+        mk.allgather_gemm(A, B, comm=comm)
+        mk.allgather_gemm(A.astype(int) if comm.rank == 2 else A, B, comm=comm)
+
+    began = time.monotonic()
+    results = outcomes(3, program)
+    assert time.monotonic() - began < 5
+    assert isinstance(results[2], TypeError)
+    all_are(results[:2], mk.PeerError, "rank 2", "TypeError", "bfloat16, float16")
+
+
+def test_a_rank_that_refuses_alone_and_goes_on_learns_that_all_is_over():
+    def program(comm):
+        mk.allgather_gemm(A, B, comm=comm)
+        if comm.rank == 0:
+            with pytest.raises(TypeError):
+                mk.allgather_gemm(A.astype(int), B, comm=comm)
+        mk.allgather_gemm(A, B, comm=comm)
+        mk.allgather_gemm(A, B, comm=comm)
+
+    all_are(outcomes(2, program), mk.PeerError, "rank 0", "TypeError")
+
+
+def test_a_refusal_ends_an_agreement():
+    def program(comm):
+        if comm.rank == 0:
+            comm.empty(-1)
+        else:
+            comm.empty(5)
+
+    results = outcomes(2, program)
+    assert isinstance(results[0], ValueError)
+    all_are(results[1:], mk.PeerError, "rank 0", "negative dimensions")
+
+
+def test_a_lost_peer_ends_waits_at_once(monkeypatch):
+    monkeypatch.setattr(communicator, "_lost", [])  # or this process would not end as others do
+
+    def program(comm):
+        mk.allgather_gemm(A, B, comm=comm)
+        if comm.rank == 1:
+            time.sleep(0.2)
+            for rank in (0, 2):
+                communicator._Lost(comm._pages, rank, comm._signal_pages[rank])(1)
+            return
+        mk.allgather_gemm(A, B, comm=comm)
+
+    began = time.monotonic()
+    results = outcomes(3, program, entry_timeout=8)
+    assert time.monotonic() - began < 5
+    all_are(results[::2], mk.PeerLostError, "rank 1")
+    assert communicator._lost
+
+
+def test_failure_of_one_pair_ends_the_others_waits():
+    """Rank 0 gives up on rank 1 after 0.3 s; rank 2, with no limit of its own, hears of it."""
+
+    def program(comm):
+        if comm.rank == 1:
+            time.sleep(1.5)
+            return
+        if comm.rank == 2:
+            comm._world.entry_timeout_ns = 0
+            comm._entry_seconds = 0
+        mk.allgather_gemm(A, B, comm=comm)
+
+    def warm_program(comm):
+        mk.allgather_gemm(A, B, comm=comm)
+        program(comm)
+
+    for body in (program, warm_program):
+        began = time.monotonic()
+        results = outcomes(3, body, entry_timeout=0.3)
+        assert time.monotonic() - began < 5
+        all_are(results[::2], mk.TimeoutError, "rank 0 waited", "rank 1")
+
+
+def test_a_peer_that_has_closed_is_not_waited_for():
+    def program(comm):
+        mk.allgather_gemm(A, B, comm=comm)
+        if comm.rank == 1:
+            comm.close()
+            return
+        mk.allgather_gemm(A, B, comm=comm)
+
+    began = time.monotonic()
+    results = outcomes(2, program)
+    assert time.monotonic() - began < 5
+    all_are(results[:1], mk.PeerLostError, "rank 1 has closed")
+
+
+def test_close_reports_a_failure_once():
+    def program(comm):
+        if comm.rank == 0:
+            with pytest.raises(mk.TimeoutError):
+                mk.allgather_gemm(A, B, comm=comm)
+            for call in (comm.synchronize, comm.barrier, lambda: comm.empty(3)):
+                with pytest.raises(mk.TimeoutError, match="rank 1"):
+                    call()
+            with pytest.raises(mk.TimeoutError, match="rank 1"):
+                comm.close()
+            comm.close()
+            with pytest.raises(ValueError, match="closed communicator"):
+                comm.barrier()
+
+    assert outcomes(2, program, entry_timeout=0.2) == [None, None]
+
+
+def test_a_new_communicator_works_after_a_failure():
+    def main(mpi):
+        comm = mk.Communicator(mpi, entry_timeout=0.2)
+        if comm.rank == 0:
+            with pytest.raises(mk.TimeoutError):
+                mk.allgather_gemm(A, B, comm=comm)
+        else:
+            time.sleep(0.5)
+        with pytest.raises(mk.TimeoutError):
+            comm.close()
+        with mk.Communicator(mpi) as again:
+            np.testing.assert_array_equal(mk.allgather_gemm(A, B, comm=again), 6.0)
+
+    mk.LocalWorld(2).run(main)
+
+
+def test_a_late_rank_within_the_deadline_is_waited_for():
+    def program(comm):
+        mk.allgather_gemm(A, B, comm=comm)
+        if comm.rank == 1:
+            time.sleep(0.5)
+        return mk.allgather_gemm(A, B, comm=comm)
+
+    for out in outcomes(2, program, entry_timeout=20, progress_timeout=0.2):
+        np.testing.assert_array_equal(out, 6.0)
+
+
+def test_no_deadline_is_no_deadline():
+    def program(comm):
+        if comm.rank == 1:
+            time.sleep(0.7)
+        return mk.allgather_gemm(A, B, comm=comm)
+
+    for out in outcomes(2, program, entry_timeout=0, progress_timeout=0):
+        np.testing.assert_array_equal(out, 6.0)
+
+
+def test_a_rank_that_is_slow_to_plan_is_waited_for(monkeypatch):
+    """Compile time counts against no deadline."""
+    from mkernel_cp.operators import allgather_gemm as module
+
+    class Slow(module.HostKernel):
+        def __init__(self, *args):
+            if threading.current_thread().name == "rank 1":
+                time.sleep(1.0)
+            super().__init__(*args)
+
+    monkeypatch.setattr(module, "HostKernel", Slow)
+
+    def program(comm):
+        return mk.allgather_gemm(A, B, comm=comm)
+
+    for out in outcomes(2, program, entry_timeout=0.4, progress_timeout=0.4):
+        np.testing.assert_array_equal(out, 6.0)
+
+
+def test_one_ranks_failure_to_plan_is_raised_by_all_and_leaves_the_communicator_usable(monkeypatch):
+    from mkernel_cp.operators import allgather_gemm as module
+
+    class Broken(module.HostKernel):
+        def __init__(self, *args):
+            if threading.current_thread().name == "rank 1" and broken:
+                raise mk.CompileError("no space left")
+            super().__init__(*args)
+
+    monkeypatch.setattr(module, "HostKernel", Broken)
+    broken = True
+
+    def program(comm):
+        nonlocal broken
+        with pytest.raises(mk.CompileError, match="rank 1: no space left"):
+            mk.allgather_gemm(A, B, comm=comm)
+        comm.barrier()
+        broken = False
+        comm.barrier()
+        return mk.allgather_gemm(A, B, comm=comm)
+
+    for out in outcomes(2, program):
+        np.testing.assert_array_equal(out, 6.0)
+
+
+def test_out_of_memory_on_one_rank_is_raised_by_all_and_leaves_the_communicator_usable():
+    def program(comm):
+        size = 1 << 60 if comm.rank == 1 else 10
+        with pytest.raises(mk.OutOfMemoryError, match="rank 1"):
+            comm.empty(size, np.uint8)
+        comm.empty(100)
+        np.testing.assert_array_equal(mk.allgather_gemm(A, B, comm=comm), 6.0)
+
+    assert outcomes(2, program) == [None, None]
+
+
+def test_worlds_of_one_rank_need_no_peer():
+    def program(comm):
+        return mk.allgather_gemm(A, B, comm=comm)
+
+    np.testing.assert_array_equal(worlds.run(1, program, entry_timeout=0.001)[0], 6.0)
