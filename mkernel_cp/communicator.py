@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import math
+import operator
 import os
 import pickle
 import sys
@@ -19,6 +20,7 @@ from . import errors, failure, settings, structs
 from .failure import Awaited, Reason, Role
 from .host_pages import (
     ANNOUNCED,
+    READY,
     REFUSED,
     HostPage,
     SignalPage,
@@ -91,8 +93,8 @@ class Communicator:
     comm : mpi4py.MPI.Intracomm or LocalComm, optional
         The ranks; duplicated. Default: ``MPI.COMM_WORLD``.
     target : {'auto', 'host', 'cuda'}, optional
-        What kernels are compiled for. 'auto' (and MKERNEL_TARGET unset) is 'host', since there is no
-        'cuda' target yet.
+        What kernels are compiled for. 'auto' takes MKERNEL_TARGET; if that is unset, 'host', since
+        there is no 'cuda' target yet.
     nodes : int or sequence of int, optional
         Virtual nodes: their number, or the size of each. Default: MKERNEL_NODES, else the real
         nodes. More than one node needs a network path, which does not exist yet.
@@ -140,7 +142,7 @@ class Communicator:
 
             comm = MPI.COMM_WORLD
         settings.warn_unknown()
-        self._release: weakref.finalize | None = None
+        self._end: _End | None = None
         self._failure: errors.Error | None = None
         self._closed = False
         self._process = os.getpid()
@@ -221,11 +223,9 @@ class Communicator:
             watch = _Lost(self._pages, self.rank, self._signals)
             self._watcher = Watcher(self._links.sockets, self._links.pids, watch)
             self._watcher.start()
-        own = self._pages[self.rank]
-        self._release = weakref.finalize(
-            self, _drop, self._process, own, self._watcher, self._links
-        )
-        self._release.atexit = False  # _at_exit sees to it, in its order
+        self._end = _End(self._pages, self.rank, self._watcher, self._links)
+        # Also without close(); at exit, when finalizers do nothing any more, _at_exit sees to it.
+        weakref.finalize(self, self._end).atexit = False
 
     def _exchange_blocking(self, nbytes: int) -> list[Segment]:
         segment, problem = None, None
@@ -334,12 +334,13 @@ class Communicator:
         """
         with self.refusing_alone():
             shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-            shape = tuple(int(extent) for extent in shape)
+            shape = tuple(operator.index(extent) for extent in shape)
             dtype = np.dtype(dtype)
             if min(shape, default=0) < 0:
                 raise ValueError(f"shape {shape}: negative dimensions are not allowed")
-            if dtype.hasobject:
-                raise TypeError(f"dtype {dtype}: objects cannot be shared between processes")
+            if dtype.hasobject or dtype.itemsize == 0:
+                raise TypeError(f"dtype {dtype}: use one whose elements have a size and no objects")
+            np.broadcast_to(np.empty((), dtype), shape)  # raises what NumPy says of such a shape
             if order not in ("C", "F"):
                 raise ValueError(f"order {order!r}: not allowed; use 'C' or 'F'")
         nbytes = math.prod(shape) * dtype.itemsize
@@ -355,7 +356,7 @@ class Communicator:
     def zeros(self, shape: Any, dtype: Any = np.float64, order: str = "C") -> np.ndarray:
         """Return an array of zeros that peers can read in place; see `empty`."""
         array = self.empty(shape, dtype, order)
-        array[...] = 0
+        array[...] = np.zeros((), array.dtype)
         return array
 
     def asarray(self, a: Any, dtype: Any = None) -> np.ndarray:
@@ -365,8 +366,9 @@ class Communicator:
         """
         with self.refusing_alone():
             a = np.asarray(a, dtype)
-        here = self.in_segment(a)
-        fortran = a.flags.f_contiguous and not a.flags.c_contiguous
+        here = a.size == 0 or self.in_segment(a)
+        steps = [abs(step) for extent, step in zip(a.shape, a.strides, strict=True) if extent > 1]
+        fortran = len(steps) > 1 and steps == sorted(steps)
         copy = self.empty(0 if here else a.shape, a.dtype, "F" if fortran else "C")
         if here:
             return a
@@ -390,10 +392,14 @@ class Communicator:
             box.message.digest = digest
             box.called = signal(generation, ANNOUNCED)
         try:
-            result = work()
-        except Exception as error:
-            result = _Raised(self.rank, error)
-        replies = self._gather(pickle.dumps((digest, result)), generation, digest)
+            try:
+                data = pickle.dumps((digest, work()))
+            except Exception as error:
+                data = pickle.dumps((digest, _Raised(self.rank, error)))
+        except BaseException as error:
+            self.refuse(error)
+            raise
+        replies = self._gather(data, generation)
         values = []
         for rank, (theirs, value) in enumerate(map(pickle.loads, replies)):
             if theirs != digest:
@@ -405,32 +411,33 @@ class Communicator:
                 raise value.error
         return values
 
-    def _gather(self, data: bytes, generation: int, digest: int) -> list[bytes]:
+    def _gather(self, data: bytes, generation: int) -> list[bytes]:
         """Allgather of bytes, polled: MPI never blocks this rank while another may be gone."""
         lengths = np.zeros(self.size, np.int64)
         own = np.array([len(data)], np.int64)
-        self._complete(self.mpi.Iallgather(own, lengths), (own, lengths), generation, digest)
+        self._complete(self.mpi.Iallgather(own, lengths), (own, lengths), generation)
         width = int(lengths.max())
         padded = np.frombuffer(data.ljust(width, b"\0"), np.uint8).copy()
         everything = np.zeros((self.size, width), np.uint8)
         request = self.mpi.Iallgather(padded, everything)
-        self._complete(request, (padded, everything), generation, digest)
+        self._complete(request, (padded, everything), generation)
         return [row[:n].tobytes() for row, n in zip(everything, lengths, strict=True)]
 
-    def _complete(self, request: Any, buffers: Any, generation: int, digest: int) -> None:
+    def _complete(self, request: Any, buffers: Any, generation: int) -> None:
         start = time.monotonic()
         tries = 0
         while not request.Test():
             tries += 1
             try:
-                self._look(generation, digest, time.monotonic() - start)
+                self._look(generation, time.monotonic() - start)
             except BaseException:
                 # MPI may write to them until the process ends.
                 _abandoned.append((request, buffers))
                 raise
-            time.sleep(0 if tries < 100 else 1e-3 if tries > 1000 else 5e-5)
+            # Ever longer: other ranks may need the core, to compile for instance.
+            time.sleep(0 if tries < 100 else min(1e-2, 5e-7 * tries))
 
-    def _look(self, generation: int, digest: int, waited: float) -> None:
+    def _look(self, generation: int, waited: float) -> None:
         """Raise if this agreement cannot come about any more."""
         self._raise_failure()
         for peer in self._peers():
@@ -440,11 +447,16 @@ class Communicator:
                 continue  # it has all our data, and went on
             if called == signal(generation, REFUSED):
                 self._fail(Reason.REFUSED, peer, generation)
-            if called >= signal(generation, ANNOUNCED):
-                if inbox.message.digest != digest:
-                    self._fail(Reason.MISMATCH, peer, generation)
-                continue  # it is at work, and its death would be noticed
-            if self._pages[peer].words.closed:
+            closed = self._pages[peer].words.closed
+            if called == signal(generation, ANNOUNCED):
+                # It agrees too; the answers tell on what. Once it has them it may well close.
+                if closed and self._signal_pages[peer].generation < generation:
+                    self._fail(Reason.CLOSED, peer, generation)
+                continue
+            if called == signal(generation, READY):
+                # A kernel waits for us; what it calls is no agreement.
+                self._fail(Reason.MISMATCH, peer, generation)
+            if closed:
                 self._fail(Reason.CLOSED, peer, generation)
             if self._entry_seconds and waited > self._entry_seconds:
                 self._fail(Reason.ENTRY_TIMEOUT, peer, generation, waited)
@@ -499,11 +511,10 @@ class Communicator:
             return
         signals = max(signals, old.signals if old else 0)
         nbytes = max(nbytes, old.nbytes if old else 0)
+        segments = self._share(Arena.data_offset_for(signals) + nbytes)
         if old:
             # Nobody uses it: every rank has come here, so every earlier call is over.
-            self._arena = None
             self._segments.remove(old.number)
-        segments = self._share(Arena.data_offset_for(signals) + nbytes)
         self._arena = Arena(self._segments.add(segments), signals, nbytes)
 
     @property
@@ -605,15 +616,8 @@ class Communicator:
 
     def _pending(self) -> errors.Error | None:
         """Return the failure that this communicator met, if any; it closes it for all calls."""
-        if self._failure is None and self._pages[self.rank].words.abort:
-            word = self._pages[self.rank].words.abort
-            origin = (word & 0xFFFFFFFF) - 1
-            words = self._pages[origin].words
-            record = words.by_watcher if word >> 32 else words.by_kernel
-            texts = [page.text(record.generation) for page in self._pages]
-            self._failure = failure.build(origin, record, texts)
-            if record.reason == Reason.LOST:
-                _lost.append(str(self._failure))
+        if self._failure is None:
+            self._failure = _failure_in(self._pages, self.rank)
         return self._failure
 
     def _fail(self, reason: Reason, peer: int, generation: int, waited: float = 0.0) -> None:
@@ -660,6 +664,7 @@ class Communicator:
         if self._closed:
             return
         pending = self._pending()
+        self._end.reported = True
         self._dismantle()
         if pending is not None:
             raise pending
@@ -672,6 +677,7 @@ class Communicator:
             self.close()
         elif not self._closed:
             self._pending()
+            self._end.reported = True
             self._dismantle()
 
     def _dismantle(self) -> None:
@@ -679,8 +685,8 @@ class Communicator:
         _open.discard(self)
         for plan in list(getattr(self, "plans", {}).values()):
             plan.close()
-        if self._release is not None:
-            self._release()
+        if self._end is not None:
+            self._end()
             self._segments, self._heap = SegmentTable(self.rank, self.size), Heap()
         if self._failure is None and self._process == os.getpid() and not _finalized(self.mpi):
             self.mpi.Free()
@@ -713,14 +719,41 @@ class _Lost:
         abort([own], self._rank, by_watcher=True)
 
 
-def _drop(process: int, page: HostPage, watcher: Watcher | None, links: Any) -> None:
-    """Let go of a communicator's threads and sockets; peers see that it has closed."""
-    if process != os.getpid():
-        return  # a forked child: all of it is its parent's
-    page.words.closed = 1
-    if watcher is not None:
-        watcher.stop()
-    links.close()
+class _End:
+    """Lets go of a communicator's threads and sockets; holds no communicator either."""
+
+    def __init__(self, pages: Sequence[HostPage], rank: int, watcher: Watcher | None, links: Any):
+        self._pages, self._rank, self._watcher, self._links = pages, rank, watcher, links
+        self._process = os.getpid()
+        self._over = False
+        self.reported = False
+
+    def __call__(self) -> None:
+        if self._over or self._process != os.getpid():
+            return  # in a forked child all of it is its parent's
+        self._over = True
+        # Peers see that it has closed before they see its sockets end.
+        self._pages[self._rank].words.closed = 1
+        if self._watcher is not None:
+            self._watcher.stop()
+        self._links.close()
+        error = _failure_in(self._pages, self._rank)
+        if error is not None and not self.reported:
+            _unreported.append(f"{type(error).__name__}: {error}")
+
+
+def _failure_in(pages: Sequence[HostPage], rank: int) -> errors.Error | None:
+    """Return the failure that a rank's abort word points to."""
+    word = pages[rank].words.abort
+    if not word:
+        return None
+    origin = (word & 0xFFFFFFFF) - 1
+    words = pages[origin].words
+    record = words.by_watcher if word >> 32 else words.by_kernel
+    if record.reason == Reason.LOST:
+        _lost.add(record.peer)
+    texts = [page.text(record.generation) for page in pages]
+    return failure.build(origin, record, texts)
 
 
 def _shared_memory_type(mpi: Any) -> int:
@@ -746,7 +779,9 @@ def _target(target: str) -> str:
         raise ValueError(f"target {target!r}: not allowed; use one of {allowed}")
     target = settings.target() if target == "auto" else target
     if target == "cuda":
-        raise errors.ConfigurationError("there is no cuda target yet; use target='host' or 'auto'")
+        raise errors.ConfigurationError(
+            "there is no cuda target yet; use target='host' (or MKERNEL_TARGET=host)"
+        )
     return "host"
 
 
@@ -754,11 +789,13 @@ def _nodes(nodes: Any, size: int) -> tuple[int, ...]:
     nodes = settings.nodes() if nodes is None else nodes
     if nodes is None:
         return (size,)
-    if isinstance(nodes, int):
+    if isinstance(nodes, int | np.integer):
         if not 1 <= nodes <= size:
             raise ValueError(f"nodes={nodes}: not allowed; use 1 to {size}, the number of ranks")
-        return array_split_counts(size, nodes)
-    sizes = tuple(int(count) for count in nodes)
+        return array_split_counts(size, int(nodes))
+    if isinstance(nodes, str):
+        raise TypeError(f"nodes={nodes!r}: use an integer or a sequence of integers")
+    sizes = tuple(operator.index(count) for count in nodes)
     if sum(sizes) != size or min(sizes) < 1:
         raise ValueError(
             f"nodes={list(sizes)}: the sizes must be positive and add up to the {size} ranks"
@@ -767,13 +804,14 @@ def _nodes(nodes: Any, size: int) -> tuple[int, ...]:
 
 
 def _seconds(name: str, value: float | None, default: float) -> float:
-    if value is None:
-        return default
-    value = float(value)
+    try:
+        seconds = float(default if value is None else value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={value!r}: use a number of seconds") from None
     # The kernels count in 64-bit nanoseconds; a century is no limit that anybody means.
-    if not 0 <= value <= 3.2e9:
-        raise ValueError(f"{name}={value}: not allowed; use seconds from 0 (no limit) to 3.2e9")
-    return value
+    if not 0 <= seconds <= 3.2e9:
+        raise ValueError(f"{name}={seconds}: not allowed; use seconds from 0 (no limit) to 3.2e9")
+    return seconds
 
 
 def _raise_out_of_memory(problems: Sequence[str | None]) -> None:
@@ -794,28 +832,25 @@ def extent(a: np.ndarray) -> tuple[int, int]:
 
 _open: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 _abandoned: list[Any] = []
-_lost: list[str] = []
+_unreported: list[str] = []
+_lost: set[int] = set()
+_owner = os.getpid()
 
 
 @atexit.register
 def _at_exit() -> None:
     """Leave with an error if a failure was never reported, and without MPI if a rank is lost."""
-    unreported = []
+    if _owner != os.getpid():
+        return  # a forked child
     for comm in list(_open):
-        if comm._process != os.getpid():
-            continue
-        error = comm._pending()
-        if error is not None:
-            unreported.append(f"{type(error).__name__}: {error}")
-        comm._release()
-    if unreported or (_lost and _owner == os.getpid()):
-        for text in unreported or _lost[:1]:
+        comm._end()
+    if _unreported or _lost:
+        # MPI_Finalize would wait for ranks that do not come.
+        for text in _unreported:
             print(f"mkernel_cp: {text}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
-
-_owner = os.getpid()
 
 __all__ = ["Communicator"]

@@ -80,8 +80,8 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
     what = _AWAITED[Awaited(record.awaited)].format(peer=f"rank {peer}", index=record.index)
     entry = reason is Reason.ENTRY_TIMEOUT
     remedy = (
-        f"Rank {peer} has not made this call: do all ranks make the same calls? entry_timeout= sets "
-        "how long to wait for it"
+        f"Rank {peer} has not made this call: do all ranks make the same calls? entry_timeout= "
+        "sets how long to wait for it"
         if entry
         else f"Rank {peer} has made this call, and does not go on; progress_timeout= sets how long "
         "to wait for that"

@@ -1,4 +1,4 @@
-"""The pages through which ranks of a node speak without MPI: signals, abort words, texts of calls."""
+"""Pages through which ranks of a node speak without MPI: signals, abort words, texts of calls."""
 
 import ctypes
 import hashlib
@@ -10,7 +10,7 @@ from . import structs
 from .memory import Segment, round_up
 
 # Progress of Inbox.called, as in signal.cuh.
-ANNOUNCED, REFUSED = 1, 3
+ANNOUNCED, READY, REFUSED = 1, 2, 3
 
 _LINE = 64
 _TEXT_SLOTS, _TEXT_BYTES = 16, 2048

@@ -1,4 +1,4 @@
-"""One socket per pair of ranks of a node: passes memory files, and its end tells that a rank died."""
+"""One socket per pair of ranks of a node: it passes memory files, and its end tells of a death."""
 
 import array
 import contextlib

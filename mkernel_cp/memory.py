@@ -7,6 +7,7 @@ name, so a killed process leaves nothing behind.
 import bisect
 import collections
 import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -14,6 +15,7 @@ import re
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +40,33 @@ def available_memory() -> int:
         group = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
         folder = Path("/sys/fs/cgroup", group)
         used = int((folder / "memory.current").read_text())
-        limits.append(int((folder / "memory.max").read_text()) - used)
+        # Cached files count as used, and are given up when memory is needed.
+        found = re.search(r"inactive_file (\d+)", (folder / "memory.stat").read_text())
+        cached = int(found.group(1)) if found else 0
+        limits.append(int((folder / "memory.max").read_text()) - used + cached)
     return max(0, min(limits))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class _Mapping:
+    """A shared mapping of a file; Python's own would keep a descriptor for each."""
+
+    def __init__(self, fd: int, nbytes: int):
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
+        self.__array_interface__ = _bytes_at(address, nbytes)
+
+
+def _bytes_at(address: int, nbytes: int) -> dict[str, Any]:
+    return {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
 
 
 class Segment:
@@ -57,14 +84,13 @@ class Segment:
         self.nbytes = nbytes
         self._fd: int | None = fd
         try:
-            # An empty file cannot be mapped; create() makes none.
-            self._map = mmap.mmap(fd, nbytes)
+            mapping = _Mapping(fd, nbytes)
         except OSError as error:
             self.close_fd()
             raise errors.OutOfMemoryError(
                 f"cannot map {nbytes} bytes of shared memory: {error.strerror}"
             ) from None
-        self.bytes = np.frombuffer(self._map, np.uint8)
+        self.bytes = np.asarray(mapping)
         self.address = self.bytes.ctypes.data
 
     @classmethod
@@ -107,12 +133,7 @@ class _Block:
 
     def __init__(self, address: int, nbytes: int, segment: Segment):
         self._segment = segment
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-        }
+        self.__array_interface__ = _bytes_at(address, nbytes)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Pure Python: a plan can be made, printed and tested without a device or a compil
 """
 
 import math
+import operator
 import os
 from dataclasses import dataclass
 
@@ -43,13 +44,13 @@ class Options:
         for name, length in (("split", 2), ("tile", 3)):
             value = getattr(self, name)
             if value is not None:
-                value = tuple(int(extent) for extent in value)
+                value = tuple(operator.index(extent) for extent in value)
                 if len(value) != length or not all(1 <= extent <= 1024 for extent in value):
                     raise ValueError(
                         f"Options({name}={value}): use {length} numbers from 1 to 1024"
                     )
                 object.__setattr__(self, name, value)
-        if self.chunk_bytes is not None and self.chunk_bytes < 1:
+        if self.chunk_bytes is not None and operator.index(self.chunk_bytes) < 1:
             raise ValueError(f"Options(chunk_bytes={self.chunk_bytes}): use at least 1")
 
 

@@ -4,8 +4,8 @@ Each is written down once, in C++, between two marks; every member takes 8 bytes
 """
 
 import ctypes
-import functools
 import re
+import threading
 import types
 from pathlib import Path
 
@@ -19,7 +19,18 @@ _MEMBER = re.compile(r"(\w+)(\**) (\w+)(?:\[(\d+)\])?;")
 _SCALARS = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64}
 
 
-@functools.cache
+_parsed: dict[Path, types.SimpleNamespace] = {}
+# Ranks may be threads, and a class made twice is two classes.
+_one_at_a_time = threading.Lock()
+
+
+def _read(header: Path) -> types.SimpleNamespace:
+    with _one_at_a_time:
+        if header not in _parsed:
+            _parsed[header] = _parse(header)
+        return _parsed[header]
+
+
 def _parse(header: Path) -> types.SimpleNamespace:
     structs: dict[str, type[ctypes.Structure]] = {}
     section = _SECTION.search(header.read_text()).group(1)
@@ -34,9 +45,9 @@ def _parse(header: Path) -> types.SimpleNamespace:
 
 def shared() -> types.SimpleNamespace:
     """Return the structs of types.cuh as `ctypes.Structure` classes; pointers are integers."""
-    return _parse(Path(compiler.include_dir()) / "mkernel" / "types.cuh")
+    return _read(Path(compiler.include_dir()) / "mkernel" / "types.cuh")
 
 
 def host() -> types.SimpleNamespace:
     """Return the structs of host_runtime.cuh likewise: Launch and Simulation."""
-    return _parse(Path(compiler.include_dir()) / "mkernel" / "host_runtime.cuh")
+    return _read(Path(compiler.include_dir()) / "mkernel" / "host_runtime.cuh")

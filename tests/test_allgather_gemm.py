@@ -1,10 +1,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
-
-import mkernel_cp as mk
 import worlds
 from shapes import DTYPES, cases, operands
+
+import mkernel_cp as mk
 
 CASES = [
     case for size in worlds.SIZES for case in cases(count=12, seed=size, world=size, largest=150)

@@ -4,9 +4,9 @@ import contextlib
 
 import numpy as np
 import pytest
+import worlds
 
 import mkernel_cp as mk
-import worlds
 from mkernel_cp.failure import Reason
 
 COUNTS, K, N = (3, 2, 4), 5, 3

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from launcher import mpirun
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -12,6 +11,6 @@ PROGRAMS = Path(__file__).parent / "programs"
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "calls"), [(1, 100), (2, 100), (3, 100), (4, 1000), (16, 100)])
 def test_back_to_back_calls_equal_numpy(ranks, calls, kernels):
-    result = mpirun(ranks, PROGRAMS / "stress.py", calls, 10, kernels or "-", timeout=240)
+    result = mpirun(ranks, PROGRAMS / "stress.py", calls, 10, kernels or "-", "", timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{ranks} ranks, {calls} calls, 0 wrong" in result.stdout

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from launcher import ROOT, mpirun
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -59,3 +58,15 @@ def test_ranks_as_threads_do_not_race(environment, kernels):
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[:6000]
     assert "all right" in result.stdout
+
+
+@pytest.mark.tsan
+@pytest.mark.mpi
+def test_ranks_as_processes_do_not_race(environment, kernels):
+    """Each rank's own agents; what crosses processes it cannot see."""
+    others = {name: value for name, value in environment.items() if name != "LD_PRELOAD"}
+    program = ("stress.py", 30, 2, kernels or "-", "thread")
+    arguments = (environment["LD_PRELOAD"], PROGRAMS / program[0], *program[1:])
+    result = mpirun(4, PROGRAMS / "preloaded.py", *arguments, timeout=200, env=others)
+    assert result.returncode == 0, (result.stdout + result.stderr)[:6000]
+    assert "4 ranks, 30 calls, 0 wrong" in result.stdout

@@ -3,11 +3,11 @@
 import functools
 
 import numpy as np
+from shapes import Case
 
 import mkernel_cp as mk
 from mkernel_cp import reference
 from mkernel_cp.communicator import Communicator
-from shapes import Case
 
 SIZES = (1, 2, 3, 4)
 

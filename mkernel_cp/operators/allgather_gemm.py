@@ -50,8 +50,8 @@ def allgather_gemm(
     Returns
     -------
     (M, N_r) array
-        `out`, or a new array. Sums are in float32 (float64 for float64), in the order of K, so equal
-        inputs give equal bits whatever the number of ranks.
+        `out`, or a new array. Sums are in float32 (float64 for float64), in the order of K, so
+        equal inputs give equal bits whatever the number of ranks.
 
     Raises
     ------
@@ -185,6 +185,8 @@ class AllGatherGemm:
     ) -> np.ndarray:
         """Return A @ b for operands of the planned shapes and dtypes; see `allgather_gemm`."""
         comm = self._comm
+        if comm is None:
+            raise ValueError("this plan is closed: make another")
         with comm.refusing_alone():
             self._spec.check(a, b)
             out = operands.output(

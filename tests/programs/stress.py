@@ -1,20 +1,21 @@
-"""Back-to-back calls over mpirun: inputs change with every call, ranks and roles are late at random.
+"""Back-to-back calls over mpirun: inputs change with every call, ranks and roles are late.
 
-Arguments: calls, most delay in units of a call, kernels folder or '-'.
+Arguments: calls, most delay in units of a call, kernels folder or '-', sanitizer or ''.
 """
 
 import sys
 import time
 
 import numpy as np
+import worlds
 
 import mkernel_cp as mk
-import worlds
 from mkernel_cp import compiler
 
 
-def main(calls, most, folder):
-    with compiler.using_kernels(None if folder == "-" else folder), mk.Communicator() as comm:
+def main(calls, most, folder, sanitize):
+    kernels = compiler.using_kernels(None if folder == "-" else folder, sanitize=sanitize or None)
+    with kernels, mk.Communicator() as comm:
         rng = np.random.default_rng(1)
         counts = tuple(int(n) for n in rng.integers(5, 30, comm.size))
         start = np.cumsum([0, *counts])
@@ -23,7 +24,7 @@ def main(calls, most, folder):
         a = comm.empty((counts[comm.rank], k), np.float32)
         out = np.empty((sum(counts), n), np.float32)
         began = time.perf_counter()
-        for step in range(20):
+        for _ in range(20):
             mk.allgather_gemm(a, np.ones((k, n), np.float32), comm=comm, row_counts=counts)
         duration = (time.perf_counter() - began) / 20
         worlds.chaos(comm, seed=9, delay_ns=(int(1e9 * most * duration),) * 2)
@@ -47,4 +48,4 @@ def main(calls, most, folder):
     sys.exit(total > 0)
 
 
-main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
+main(int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])

@@ -6,9 +6,9 @@ Arguments: kernels folder or '-'.
 import sys
 
 import numpy as np
+import worlds
 
 import mkernel_cp as mk
-import worlds
 from mkernel_cp import compiler
 
 COUNTS = (33, 7, 0, 70)

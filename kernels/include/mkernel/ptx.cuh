@@ -9,7 +9,13 @@ namespace ptx {
 
 MK_DEVICE u32 shared_address(const void* shared) { return u32(__cvta_generic_to_shared(shared)); }
 
-// --- sm_80: copies from global to shared memory, past the registers and the L1 cache ----------------------------------
+// The same value, from which the compiler concludes nothing.
+MK_DEVICE u32 opaque(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// --- sm_80: copies from global to shared memory, past the registers and the L1 cache ---------------------------------
 
 // 16 bytes, both ends aligned to them: the first `bytes` of `from`, and zeros behind.
 MK_DEVICE void copy_async(void* to, const void* from, u32 bytes) {
@@ -26,7 +32,7 @@ MK_DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(newest) : "memory");
 }
 
-// --- sm_80: matrix fragments ------------------------------------------------------------------------------------------
+// --- sm_80: matrix fragments -----------------------------------------------------------------------------------------
 // A thread's place in a fragment: group = lane / 4, member = lane % 4. For a matrix of 8 x 8 it holds the elements
 // (group, 2 member) and (group, 2 member + 1).
 
@@ -85,4 +91,219 @@ MK_DEVICE void mma(double* c, const double* a, const double* b) {
 }
 
 }  // namespace ptx
+
+// --- sm_90a: tensor copies, mbarriers, warpgroup matrix instructions -------------------------------------------------
+
+// A tensor map as the driver encodes it: how a box of a matrix in global memory is laid out in shared memory.
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+namespace ptx {
+
+// Registers per thread of the calling warpgroup, a multiple of 8.
+template <u32 count>
+MK_DEVICE void grow_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
+template <u32 count>
+MK_DEVICE void shrink_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
+
+// --- clusters
+
+MK_DEVICE u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// A barrier of all threads of all blocks of the cluster.
+MK_DEVICE void cluster_sync() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+}
+
+// --- mbarriers in shared memory
+
+MK_DEVICE void barrier_init(u64* barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// After barrier_init: before the cluster or a bulk copy may use the barriers.
+MK_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+MK_DEVICE void arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, and lets the phase also wait for `bytes` of bulk copies.
+MK_DEVICE void arrive_expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Arrives at the barrier in the same place of another block of the cluster.
+MK_DEVICE void arrive_at(u64* barrier, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
+        "r"(rank)
+        : "memory");
+}
+
+// Waits until the phase of that parity is complete.
+MK_DEVICE void wait(u64* barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// --- tensor copies
+
+// A map in global memory: by each thread before it uses it.
+MK_DEVICE void acquire_map(const TensorMap* map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
+
+// What is known to have been written to global memory may be read by tensor copies.
+MK_DEVICE void fence_global_to_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// What this thread wrote to shared memory may be read by tensor copies, once they are ordered behind this thread.
+MK_DEVICE void fence_shared_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Loads the box at (x, y), x along what is contiguous, and completes its bytes at the barrier.
+MK_DEVICE void load_box(void* to, const TensorMap* map, u64* barrier, i32 x, i32 y) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y)
+                 : "memory");
+}
+
+// The same into, and with the barrier of, each block of the cluster whose bit is set.
+MK_DEVICE void load_box_to(u16 blocks, void* to, const TensorMap* map, u64* barrier, i32 x, i32 y) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(blocks)
+                 : "memory");
+}
+
+// Stores a box, clipped at the edges of the matrix, as one bulk group of this thread.
+MK_DEVICE void store_box(const TensorMap* map, const void* from, i32 x, i32 y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n"
+                 "cp.async.bulk.commit_group;" ::"l"(map),
+                 "r"(shared_address(from)), "r"(x), "r"(y)
+                 : "memory");
+}
+
+// Waits until all but the last `left` groups of this thread have read their shared memory.
+template <u32 left>
+MK_DEVICE void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(left) : "memory"); }
+
+// Four 8x8 matrices of 16-bit elements, in the layout of matrix instructions, to rows of 16 bytes: lane i gives the
+// address of row i % 8 of matrix i / 8.
+MK_DEVICE void store_matrices(u32 shared_row, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_row), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
+// --- warpgroup matrix instructions
+
+MK_DEVICE void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+MK_DEVICE void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most `left` committed groups are in flight.
+template <u32 left>
+MK_DEVICE void multiply_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory"); }
+
+// After the wait: no use of the sums is moved before it.
+template <u32 count>
+MK_DEVICE void results_are_there(float (&sums)[count]) {
+    MK_UNROLL
+    for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+}
+
+// An operand in lines of 128 bytes, swizzled as tensor copies do, 1024 bytes aligned. Lines across k hold 64 of the
+// extent each, and the next 64 are `box_bytes` further.
+MK_DEVICE u64 operand_descriptor(u32 shared_address, u32 box_bytes) {
+    return u64(1) << 62 | u64(1024 / 16) << 32 | u64(box_bytes / 16) << 16 |
+           (shared_address & 0x3ffff) / 16;  // without the block's place in the cluster
+}
+
+// The accumulators are the first operands of an instruction.
+#define MK_ACCUMULATORS_32                                                                                      \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+    "%23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MK_ACCUMULATORS_64                                                                                      \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+    "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
+    "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MK_ACCUMULATORS_96                                                                                      \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+    "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
+    "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, " \
+    "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
+    "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define MK_ACCUMULATORS_128                                                                                     \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+    "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
+    "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, " \
+    "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
+    "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "      \
+    "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "    \
+    "%122, %123, %124, %125, %126, %127"
+#define MK_IN_OUT_8(d, i)                                                                                   \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define MK_IN_OUT_32(d, i) MK_IN_OUT_8(d, i), MK_IN_OUT_8(d, i + 8), MK_IN_OUT_8(d, i + 16), MK_IN_OUT_8(d, i + 24)
+#define MK_IN_OUT_64(d) MK_IN_OUT_32(d, 0), MK_IN_OUT_32(d, 32)
+#define MK_IN_OUT_96(d) MK_IN_OUT_64(d), MK_IN_OUT_32(d, 64)
+#define MK_IN_OUT_128(d) MK_IN_OUT_96(d), MK_IN_OUT_32(d, 96)
+
+// A, B, ...: the numbers of the operands behind the accumulators.
+#define MK_MULTIPLY(COLUMNS, TYPE, ACCUMULATORS, IN_OUT, A, B, ADD, A_ACROSS, B_ACROSS)                               \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                               \
+                 "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" ACCUMULATORS "}, %" #A    \
+                 ", %" #B ", add, 1, 1, %" #A_ACROSS ", %" #B_ACROSS ";\n}"                                           \
+                 : IN_OUT                                                                                             \
+                 : "l"(a), "l"(b), "r"(u32(add)), "n"(int(a_across)), "n"(int(b_across)))
+#define MK_MULTIPLY_COLUMNS(TYPE)                                                                                     \
+    if constexpr (columns == 64)                                                                                      \
+        MK_MULTIPLY(64, TYPE, MK_ACCUMULATORS_32, MK_IN_OUT_32(sums, 0), 32, 33, 34, 35, 36);                         \
+    else if constexpr (columns == 128)                                                                                \
+        MK_MULTIPLY(128, TYPE, MK_ACCUMULATORS_64, MK_IN_OUT_64(sums), 64, 65, 66, 67, 68);                           \
+    else if constexpr (columns == 192)                                                                                \
+        MK_MULTIPLY(192, TYPE, MK_ACCUMULATORS_96, MK_IN_OUT_96(sums), 96, 97, 98, 99, 100);                          \
+    else                                                                                                              \
+        MK_MULTIPLY(256, TYPE, MK_ACCUMULATORS_128, MK_IN_OUT_128(sums), 128, 129, 130, 131, 132)
+
+template <class T> constexpr bool is_bfloat16 = false;
+template <> constexpr bool is_bfloat16<bfloat16> = true;
+
+// 64 x `columns` sums = or (add) += a 64 x 16 by a 16 x `columns` operand; `across`: lines run across k.
+template <class T, u32 columns, bool a_across, bool b_across>
+MK_DEVICE void multiply(float (&sums)[columns / 2], u64 a, u64 b, bool add) {
+    static_assert(columns % 64 == 0 && columns <= 256, "one of the instructions written out here");
+    if constexpr (is_bfloat16<T>) { MK_MULTIPLY_COLUMNS("bf16"); }
+    else { MK_MULTIPLY_COLUMNS("f16"); }
+}
+
+#undef MK_MULTIPLY_COLUMNS
+#undef MK_MULTIPLY
+#undef MK_IN_OUT_128
+#undef MK_IN_OUT_96
+#undef MK_IN_OUT_64
+#undef MK_IN_OUT_32
+#undef MK_IN_OUT_8
+#undef MK_ACCUMULATORS_128
+#undef MK_ACCUMULATORS_96
+#undef MK_ACCUMULATORS_64
+#undef MK_ACCUMULATORS_32
+
+}  // namespace ptx
+
 }  // namespace mk

@@ -89,27 +89,58 @@ class Transfer {
 public:
     MK_DEVICE Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines,
                        i64 bytes) {
-        u64 shape = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | to_pitch | from_pitch | bytes;
-        if (shape % 16 == 0)
-            run<uint4>(agent, to, to_pitch, from, from_pitch, lines, bytes);
-        else if (shape % 4 == 0)
-            run<u32>(agent, to, to_pitch, from, from_pitch, lines, bytes);
+        const Lines block{static_cast<u8*>(to), static_cast<const u8*>(from), to_pitch, from_pitch, lines, bytes};
+        const u64 alignment = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | to_pitch | from_pitch;
+        if (alignment % 16 == 0)
+            run<uint4>(agent, block);
+        else if (alignment % 4 == 0)
+            run<u32>(agent, block);
+        else if (alignment % 2 == 0)
+            run<u16>(agent, block);
         else
-            run<u8>(agent, to, to_pitch, from, from_pitch, lines, bytes);
+            run<u8>(agent, block);
     }
 
     // When it returns, what all lanes copied is done.
     MK_DEVICE void finish(const Agent& agent) { agent.sync(); }
 
 private:
+    struct Lines {
+        u8* to;
+        const u8* from;
+        i64 to_pitch, from_pitch, count, bytes;
+    };
+
+    // As many loads under way as the link's latency asks for, then their stores.
     template <class Word>
-    static MK_DEVICE void run(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines,
-                              i64 bytes) {
-        i64 words = bytes / i64(sizeof(Word));
-        for (i64 i = agent.lane(); i < lines * words; i += agent.lanes()) {
-            i64 line = i / words, word = i % words;
-            reinterpret_cast<Word*>(static_cast<u8*>(to) + line * to_pitch)[word] =
-                reinterpret_cast<const Word*>(static_cast<const u8*>(from) + line * from_pitch)[word];
+    static MK_DEVICE void run(const Agent& agent, Lines lines) {
+        constexpr u32 batch = 8;
+        const i64 words = lines.bytes / i64(sizeof(Word)), rest = lines.bytes % i64(sizeof(Word));
+        if (words > 0) {
+            i64 line = agent.lane() / words, word = agent.lane() % words;
+            const i64 lines_on = agent.lanes() / words, words_on = agent.lanes() % words;
+            while (line < lines.count) {
+                Word values[batch];
+                Word* places[batch];
+                MK_UNROLL
+                for (u32 i = 0; i < batch; ++i) {
+                    places[i] = nullptr;
+                    if (line < lines.count) {
+                        places[i] = reinterpret_cast<Word*>(lines.to + line * lines.to_pitch) + word;
+                        values[i] = reinterpret_cast<const Word*>(lines.from + line * lines.from_pitch)[word];
+                    }
+                    line += lines_on;
+                    word += words_on;
+                    if (word >= words) word -= words, ++line;
+                }
+                MK_UNROLL
+                for (u32 i = 0; i < batch; ++i)
+                    if (places[i]) *places[i] = values[i];
+            }
+        }
+        if (sizeof(Word) > 1 && rest > 0) {
+            const i64 done = lines.bytes - rest;
+            run<u8>(agent, {lines.to + done, lines.from + done, lines.to_pitch, lines.from_pitch, lines.count, rest});
         }
     }
 };

@@ -50,7 +50,8 @@ public:
         if (fetch_add(counter(0), 1) + 1 != agent().count()) return;
         for (u64 i = 1; i < size(); ++i) {
             u64 peer = (rank() + i) % size();
-            if (!wait(agent().alone(), &world().inbox[peer].read, 1, {Awaited::read, peer, 0})) return;
+            Subject read{Awaited::read, peer, 0};
+            if (!wait(agent().alone(), &world().inbox[peer].read, 1, read)) return;
         }
         for (u64 i = 0; i <= size(); ++i) *bank(generation() + 1, i) = 0;  // the next launch finds its bank clear
         *world().generation = generation();

@@ -5,6 +5,8 @@
 
 #if MK_TARGET_HOST
 #include "host.cuh"
+#elif defined(MK_ENGINE_HOPPER)
+#include "hopper.cuh"
 #else
 #include "portable.cuh"
 #endif

@@ -1,16 +1,16 @@
-// The engine for sm_90a. A block is three warpgroups that meet in shared memory:
-//   producer   warp 0, one lane: asks the gate, then lets the tensor memory accelerator fill one stage after another
-//   consumers  two warpgroups: multiply what a stage holds, each half of the tile's rows, and stage the result
-//   storers    warps 1 and 2, one for each consumer: store what it has staged while the next tile is multiplied
-// Each walks the schedule by itself. In a cluster of two, the blocks compute the upper and the lower half of a tile; each
-// loads its rows of A, and half of what both need of B, to both.
+// The engine of sm_90a, for bfloat16 and float16. A block is three warpgroups that meet in shared memory:
+//   producer   thread 0: asks the gate, and has tensor copies fill one stage after another with a panel of A and of B
+//   consumers  two warpgroups: multiply the panels, half of the tile's rows each, and put the tile into strips
+//   storers    warps 1 and 2, one for each consumer: store its strips while the next tile is multiplied
+// Each walks the schedule by itself. In a cluster of two, the blocks have the upper and the lower half of a tile: each
+// loads its own rows of A, and half of B to both.
 #pragma once
 
 #include "../landing.cuh"
-#include "../ptx_hopper_draft.cuh"
+#include "../ptx.cuh"
 #include "../sink.cuh"
 
-// Of one block; shape.rows of a plan is MK_CLUSTER times MK_TILE_ROWS.
+// What is compiled in; a plan's TileShape has the same rows and columns.
 #ifndef MK_TILE_ROWS
 #define MK_TILE_ROWS 128
 #endif
@@ -18,12 +18,12 @@
 #define MK_TILE_COLUMNS 256
 #endif
 #ifndef MK_CLUSTER
-#define MK_CLUSTER 2
+#define MK_CLUSTER 1
 #endif
 #ifndef MK_STAGES
 #define MK_STAGES 4
 #endif
-// Strips of 64 rows by 128 bytes that each consumer may have staged.
+// Strips that wait to be stored, of each consumer: 64 rows of 128 bytes.
 #ifndef MK_STRIPS
 #define MK_STRIPS 2
 #endif
@@ -40,24 +40,25 @@ namespace engine {
 
 constexpr u32 cluster = MK_CLUSTER;  // blocks that share a tile
 constexpr u32 consumers = 2;
-constexpr u32 line_bytes = 128;      // what tensor copies swizzle, and how much of k a stage holds
+constexpr u32 line_bytes = 128;      // of shared memory, within which tensor copies swizzle
 constexpr u32 strip_rows = 64;       // of one matrix instruction
 
 static_assert(MK_THREADS == 128 * (1 + consumers), "one warpgroup loads and stores, the others multiply");
-static_assert(MK_TILE_ROWS % (consumers * strip_rows) == 0, "consumers have equal shares of the rows");
+static_assert(MK_TILE_ROWS % (cluster * consumers * strip_rows) == 0, "consumers have equal shares of the rows");
 static_assert(cluster == 1 || cluster == 2, "pairs at most");
 
-// One operand of a stage, `extent` rows of A or columns of B by tile_k of k, as tensor copies of `parts` blocks write it.
-// `across`: lines are along the extent, 64 elements each, in blocks of tile_k lines; else each line is along k.
+// A panel in a stage: `extent` rows of A or columns of B, by 64 of k, loaded by `parts` blocks of the cluster. Lines
+// are along k, one for each of the extent; or, where k is not contiguous, across it: a box of 64 lines, one for each of
+// k, holds 64 of the extent, and box follows box.
 template <class T, u32 extent, bool across, u32 parts>
-struct Operand {
+struct Panel {
     static constexpr u32 line = line_bytes / sizeof(T);
     static constexpr u32 bytes = extent * line_bytes;
-    static constexpr u32 part = extent / parts;             // what one block loads,
-    static constexpr u32 box = across ? line : part;        // so much of it at a time
-    static constexpr u32 block_bytes = across ? line * line_bytes : 0;
+    static constexpr u32 part = extent / parts;
+    static constexpr u32 box = across ? line : part;  // of the extent, that a tensor copy brings
+    static constexpr u32 box_bytes = box * line_bytes;
     static constexpr u32 step = across ? 16 * line_bytes : 16 * sizeof(T);  // bytes to the next 16 of k
-    static_assert(part % box == 0 && box <= 256, "a stage holds whole boxes");
+    static_assert(part % box == 0 && box <= 256, "a part is whole boxes");
 
     static MK_DEVICE void load(u8* to, u32 which, const TensorMap* map, u64* barrier, i64 first, i64 k) {
         MK_UNROLL
@@ -68,11 +69,11 @@ struct Operand {
         }
     }
     static MK_DEVICE u64 descriptor(const u8* from) {
-        return ptx::operand_descriptor(ptx::shared_address(from), block_bytes);
+        return ptx::operand_descriptor(ptx::shared_address(from), box_bytes);
     }
 };
 
-// A ring of slots as one of its users sees it; it runs on from tile to tile.
+// A ring of slots as one of its users sees it. It runs on from tile to tile; `parity` is that of the phase in hand.
 template <u32 slots>
 struct Turn {
     u32 slot = 0, parity = 0;
@@ -81,41 +82,43 @@ struct Turn {
     }
 };
 
-template <class T, class Out>
+template <class T, class Schedule, class Sink>
 class Hopper {
 public:
-    static constexpr u32 rows = MK_TILE_ROWS, columns = MK_TILE_COLUMNS, k = line_bytes / sizeof(T);
+    using Out = typename Sink::Type;
+    static constexpr u32 rows = MK_TILE_ROWS / cluster, columns = MK_TILE_COLUMNS, k = line_bytes / sizeof(T);
     static constexpr u32 stages = MK_STAGES, strips = MK_STRIPS;
-    static constexpr u32 blocks = rows / consumers / strip_rows;  // of 64 rows that a consumer has
+    static constexpr u32 consumer_rows = rows / consumers, blocks = consumer_rows / strip_rows;
     static constexpr u32 strip_columns = line_bytes / sizeof(Out);
-    using A = Operand<T, rows, MK_A_BY_COLUMNS, 1>;
-    using B = Operand<T, columns, !MK_B_BY_COLUMNS, cluster>;
+    using A = Panel<T, rows, MK_A_BY_COLUMNS, 1>;
+    using B = Panel<T, columns, !MK_B_BY_COLUMNS, cluster>;
 
-    // The block's dynamic shared memory. Barriers come in pairs: what fills a slot, and what frees it again.
+    // The block's dynamic shared memory. Barriers come in pairs: one says that a slot is full, one that it is free.
     struct Shared {
         u8 a[stages][A::bytes];
         u8 b[stages][B::bytes];
         u8 staged[consumers][strips][strip_rows * line_bytes];
         u64 loaded[stages], used[stages];
         u64 ready[consumers][strips], stored[consumers][strips];
-        bool failed;  // a gate was closed: what is delivered from now on is NaN
+        bool failed;        // a gate did not open: what is delivered from now on is NaN
+        Schedule schedule;  // here, not in the registers of all threads
+        Sink sink;
     };
 
-    static MK_DEVICE void init(Shared& shared, bool live) {
-        if (threadIdx.x == 0) {
-            for (u32 i = 0; i < stages; ++i) {
-                ptx::barrier_init(&shared.loaded[i], 1);
-                ptx::barrier_init(&shared.used[i], cluster * consumers * 4);  // each of their warps
-            }
-            for (u32 i = 0; i < consumers; ++i)
-                for (u32 j = 0; j < strips; ++j) {
-                    ptx::barrier_init(&shared.ready[i][j], 4);
-                    ptx::barrier_init(&shared.stored[i][j], 1);
-                }
-            ptx::fence_barrier_init();
-            shared.failed = !live;
+    static MK_DEVICE void init(Shared& shared, const Schedule& schedule, const Sink& sink, bool live) {
+        for (u32 i = 0; i < stages; ++i) {
+            ptx::barrier_init(&shared.loaded[i], 1);
+            ptx::barrier_init(&shared.used[i], cluster * consumers * 4);  // each of their warps
         }
-        sync();
+        for (u32 i = 0; i < consumers; ++i)
+            for (u32 j = 0; j < strips; ++j) {
+                ptx::barrier_init(&shared.ready[i][j], 4);
+                ptx::barrier_init(&shared.stored[i][j], 1);
+            }
+        ptx::fence_barrier_init();
+        shared.failed = !live;
+        shared.schedule = schedule;
+        shared.sink = sink;
     }
 
     static MK_DEVICE void sync() {
@@ -124,31 +127,37 @@ public:
         else __syncthreads();
     }
 
-    // The rows of the tile that are this block's; none, if the tile ends before.
+    // What of a tile is this block's; it may end before the block's rows begin.
     static MK_DEVICE Tile share(Tile tile) {
         if (cluster > 1) tile.rows.begin += ptx::cluster_rank() * rows;
         if (tile.rows.end > tile.rows.begin + rows) tile.rows.end = tile.rows.begin + rows;
         return tile;
     }
 
-    template <class Schedule, class Source, class Right, class Gate>
-    static MK_DEVICE void produce(Shared& shared, Launch& launch, const Schedule& schedule, i64 depth, i64 panel_k,
-                                  const Source& source, const Right& b, const Gate& gate) {
+    // The tile ends before this consumer's rows.
+    static MK_DEVICE bool idle(const Tile& tile, u32 consumer) {
+        return tile.rows.size() <= consumer * consumer_rows;
+    }
+
+    template <class Source, class Right, class Gate>
+    static MK_DEVICE void produce(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
+                                  const Right& b, const Gate& gate) {
         const Agent alone = launch.agent().alone();
         const u32 rank = cluster > 1 ? ptx::cluster_rank() : 0;
         const TensorMap* a_map = nullptr;
         bool arrived = launch.live();
         Turn<stages> turn;
-        if (depth == 0) return;
-        ptx::acquire_map(b.map);
-        for (Tile whole : schedule) {
+        for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
-            if (source(tile).map != a_map) ptx::acquire_map(a_map = source(tile).map);
-            for (Range panel : Blocks(depth, panel_k)) {
-                arrived = arrived && (tile.rows.size() <= 0 || gate(alone, tile, panel));
+            const TensorMap* map = source(tile).map;
+            if (!a_map) ptx::acquire_map(b.map);
+            if (map != a_map) ptx::acquire_map(a_map = map);
+            for (Range piece : Blocks(depth, gate_k)) {
+                arrived = arrived && (tile.rows.size() <= 0 || gate(alone, tile, piece));
                 if (arrived) ptx::fence_global_to_async();
-                else *const_cast<volatile bool*>(&shared.failed) = true;  // what is loaded now, is only to end well
-                for (i64 at = panel.begin; at < panel.end; at += k) {
+                else *const_cast<volatile bool*>(&shared.failed) = true;  // all goes on, as the neighbour needs its B
+#pragma unroll 1
+                for (i64 at = piece.begin; at < piece.end; at += k) {
                     u64* loaded = &shared.loaded[turn.slot];
                     ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
                     ptx::arrive_expect(loaded, A::bytes + B::bytes);
@@ -160,23 +169,26 @@ public:
         }
     }
 
-    template <class Schedule, class Sink>
-    static MK_DEVICE void consume(Shared& shared, u32 consumer, const Schedule& schedule, i64 depth, const Sink& sink) {
-        const u32 lane = threadIdx.x % 32;
+    static MK_DEVICE void consume(Shared& shared, u32 consumer, i64 depth) {
+        const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
         const u32 panels = u32(ceil_div(depth, k));
-        const u64 a_first = A::descriptor(shared.a[0] + consumer * (rows / consumers) * line_bytes);
+        const u64 a_first = A::descriptor(shared.a[0] + consumer * consumer_rows * line_bytes);
         const u64 b_first = B::descriptor(shared.b[0]);
         Turn<stages> turn;
         Turn<strips> strip;
-        float sums[blocks][columns / 2];
-        MK_UNROLL
-        for (u32 i = 0; i < blocks * columns / 2; ++i) sums[i / (columns / 2)][i % (columns / 2)] = 0;  // for depth 0
-
         auto release = [&](u32 slot) {
             if (lane < cluster) ptx::arrive_at(&shared.used[slot], lane);
         };
 
-        for (auto tile = schedule.begin(); tile != schedule.end(); ++tile) {
+        for (Tile whole : shared.schedule) {
+            if (idle(share(whole), consumer)) {  // the other one multiplies twice as fast
+                for (u32 panel = 0; panel < panels; ++panel, turn.advance()) {
+                    ptx::wait(&shared.loaded[turn.slot], turn.parity);
+                    release(turn.slot);
+                }
+                continue;
+            }
+            float sums[blocks][columns / 2];
             u32 previous = 0;
 #pragma unroll 1
             for (u32 panel = 0; panel < panels; ++panel) {
@@ -199,14 +211,17 @@ public:
             ptx::multiply_wait<0>();
             if (panels > 0) release(previous);
 
-            const bool failed = *const_cast<volatile bool*>(&shared.failed);
+            const bool failed = *const_cast<volatile bool*>(&shared.failed), replaced = failed || panels == 0;
+            const Out replacement = failed ? not_a_number<Out>() : shared.sink.transform(0.0f);
             MK_UNROLL
             for (u32 i = 0; i < blocks; ++i) {
                 ptx::results_are_there(sums[i]);
                 MK_UNROLL
                 for (u32 column = 0; column < columns; column += strip_columns) {
                     ptx::wait(&shared.stored[consumer][strip.slot], strip.parity ^ 1);
-                    stage(shared.staged[consumer][strip.slot], &sums[i][column / 2], failed, sink);
+                    u8* to = shared.staged[consumer][strip.slot] + warp * 16 * line_bytes;
+                    if (replaced) fill(to, replacement);
+                    else stage(to, &sums[i][column / 2], shared.sink);
                     ptx::fence_shared_to_async();
                     __syncwarp();
                     if (lane == 0) ptx::arrive(&shared.ready[consumer][strip.slot]);
@@ -216,33 +231,40 @@ public:
         }
     }
 
-    // This warp's 16 rows of a strip, in the layout of matrix instructions, into lines that are swizzled as tensor copies
-    // expect it: 16 bytes at a time, their place exclusive-or the line modulo 8.
-    template <class Sink>
-    static MK_DEVICE void stage(u8* strip, const float* sums, bool failed, const Sink& sink) {
-        const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        auto value = [&](u32 i) { return failed ? not_a_number<Out>() : sink.transform(sums[i]); };
+    // A warp's 16 lines of a strip, from sums in the layout of matrix instructions. Tensor copies swizzle: the 16 bytes
+    // that belong at place i of a line are at i ^ line % 8.
+    static MK_DEVICE void stage(u8* lines, const float* sums, const Sink& sink) {
+        const u32 lane = threadIdx.x % 32;
         if constexpr (sizeof(Out) == 2) {
-            auto pair = [&](u32 i) { return u32(value(i).bits) | u32(value(i + 1).bits) << 16; };
-            const u32 line = ptx::shared_address(strip) + (warp * 16 + lane % 16) * line_bytes;
+            auto pair = [&](u32 i) {
+                return u32(sink.transform(sums[i]).bits) | u32(sink.transform(sums[i + 1]).bits) << 16;
+            };
+            const u32 line = ptx::shared_address(lines) + lane % 16 * line_bytes;
             MK_UNROLL
             for (u32 i = 0; i < strip_columns / 16; ++i)
                 ptx::store_matrices(line + ((2 * i + lane / 16) ^ lane % 8) * 16, pair(8 * i), pair(8 * i + 2),
                                     pair(8 * i + 4), pair(8 * i + 6));
         } else {
-            u8* line = strip + (warp * 16 + lane / 4) * line_bytes + lane % 2 * 8;
+            u8* line = lines + lane / 4 * line_bytes + lane % 2 * 8;
             MK_UNROLL
             for (u32 i = 0; i < strip_columns / 8; ++i) {
                 u8* at = line + ((2 * i + lane % 4 / 2) ^ lane / 4) * 16;
-                *reinterpret_cast<float2*>(at) = {value(4 * i), value(4 * i + 1)};
-                *reinterpret_cast<float2*>(at + 8 * line_bytes) = {value(4 * i + 2), value(4 * i + 3)};
+                *reinterpret_cast<float2*>(at) = {sink.transform(sums[4 * i]), sink.transform(sums[4 * i + 1])};
+                *reinterpret_cast<float2*>(at + 8 * line_bytes) = {sink.transform(sums[4 * i + 2]),
+                                                                   sink.transform(sums[4 * i + 3])};
             }
         }
     }
 
-    template <class Schedule, class Sink>
-    static MK_DEVICE void store(Shared& shared, const Agent& alone, u32 consumer, const Schedule& schedule,
-                                const Sink& sink) {
+    // The same lines, with one value everywhere.
+    static MK_DEVICE void fill(u8* lines, Out value) {
+        Out* to = reinterpret_cast<Out*>(lines);
+#pragma unroll 1
+        for (u32 i = threadIdx.x % 32; i < 16 * strip_columns; i += 32) to[i] = value;
+    }
+
+    static MK_DEVICE void store(Shared& shared, const Agent& alone, u32 consumer) {
+        const Sink& sink = shared.sink;
         const u32 lane = threadIdx.x % 32;
         const TensorMap* map = nullptr;
         Turn<strips> turn, oldest;
@@ -254,80 +276,78 @@ public:
             for (; unread > left; --unread, oldest.advance()) ptx::arrive(&shared.stored[consumer][oldest.slot]);
         };
 
-        for (Tile whole : schedule) {
+        for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
+            if (idle(tile, consumer)) continue;
             if (sink.map(tile) != map && (map = sink.map(tile))) ptx::acquire_map(map);
-            for (u32 i = 0; i < blocks; ++i)
-                for (u32 column = 0; column < columns; column += strip_columns, turn.advance()) {
-                    Tile part{tile.source,
-                              block_in(tile.rows, (consumer * blocks + i) * strip_rows, strip_rows),
-                              block_in(tile.columns, column, strip_columns)};
-                    const u8* staged = shared.staged[consumer][turn.slot];
-                    const bool empty = part.rows.size() <= 0 || part.columns.size() <= 0;
-                    ptx::wait(&shared.ready[consumer][turn.slot], turn.parity);
-                    if (!empty && map && lane == 0)
-                        ptx::store_box(map, staged, i32(part.columns.begin), i32(part.rows.begin));
-                    if (!empty && !map) deliver_elements(alone, part, staged, sink);
-                    __syncwarp();
-                    if (lane == 0) {
-                        ++unread;
-                        free_all_but(!empty && map ? strips - 1 : 0);
-                    }
+#pragma unroll 1
+            for (u32 i = 0; i < blocks * columns / strip_columns; ++i, turn.advance()) {
+                const u32 row = consumer * consumer_rows + i * strip_columns / columns * strip_rows;
+                const u32 column = i * strip_columns % columns;
+                const Tile part{tile.source, part_of(tile.rows, row, strip_rows),
+                                part_of(tile.columns, column, strip_columns)};
+                const u8* staged = shared.staged[consumer][turn.slot];
+                const bool empty = part.rows.size() <= 0 || part.columns.size() <= 0;
+                ptx::wait(&shared.ready[consumer][turn.slot], turn.parity);
+                if (!empty && map && lane == 0)
+                    ptx::store_box(map, staged, i32(part.columns.begin), i32(part.rows.begin));
+                if (!empty && !map) deliver_pieces(alone, part, staged, sink);
+                __syncwarp();
+                if (lane == 0) {
+                    ++unread;
+                    free_all_but(!empty && map ? strips - 1 : 0);
                 }
+            }
         }
-        if (lane == 0) {
-            free_all_but(0);
-            ptx::wait_stores<0>();
-        }
-        __syncwarp();
+        if (lane == 0) free_all_but(0);  // the end of the kernel completes what is still being written
     }
 
-    // What tensor copies cannot store: 16 bytes, which the swizzle leaves together, at a time.
-    template <class Sink>
-    static MK_DEVICE void deliver_elements(const Agent& alone, const Tile& part, const u8* staged, const Sink& sink) {
+    // Where there is no map: each lane delivers 16 bytes, which the swizzle leaves together, at a time.
+    static MK_DEVICE void deliver_pieces(const Agent& alone, const Tile& part, const u8* staged, const Sink& sink) {
         constexpr u32 run = 16 / sizeof(Out);
-        for (u32 i = threadIdx.x % 32; i < strip_rows * line_bytes / 16; i += 32) {
-            u32 line = i / 8, chunk = i % 8;
-            Tile piece{part.source, block_in(part.rows, line, 1), block_in(part.columns, chunk * run, run)};
-            if (piece.rows.size() > 0 && piece.columns.size() > 0)
-                sink.deliver(alone, piece, reinterpret_cast<const Out*>(staged + line * line_bytes + (chunk ^ line % 8) * 16),
-                             run);
+        const u32 chunk = threadIdx.x % 8, lines = u32(part.rows.size());
+        const Range columns = part_of(part.columns, chunk * run, run);
+        if (columns.size() <= 0) return;
+#pragma unroll 1
+        for (u32 line = threadIdx.x % 32 / 8; line < lines; line += 4) {
+            const u8* from = staged + line * line_bytes + (chunk ^ line % 8) * 16;
+            Tile piece{part.source, {part.rows.begin + line, part.rows.begin + line + 1}, columns};
+            sink.deliver(alone, piece, reinterpret_cast<const Out*>(from), run);
         }
     }
 
-    // `length` of a range from an offset on; of no or negative size behind its end.
-    static MK_DEVICE Range block_in(Range range, u32 offset, u32 length) {
+    // `length` of a range, from an offset on; of no or negative size behind its end.
+    static MK_DEVICE Range part_of(Range range, u32 offset, u32 length) {
         i64 begin = range.begin + offset, end = begin + length;
         return {begin, end < range.end ? end : range.end};
     }
 };
 
-// Multiplies the tiles of a schedule as host.cuh's gemm() does. What it needs beyond that:
-//   schedule   is the same for the blocks of a cluster: made of index / engine::cluster and count / engine::cluster
-//   shape      rows, columns: MK_CLUSTER * MK_TILE_ROWS, MK_TILE_COLUMNS; k: what the gate is asked for at a time, a
-//              multiple of 128 bytes
-//   source, b  have a map: boxes of A::box, B::box by Hopper::k, swizzled by 128 bytes, zeros beyond the edges
-//   sink       map(tile): boxes of 64 rows by 128 bytes, swizzled by 128 bytes, of the rows of the tile's source; null
-//              where deliver() is to store single pieces instead, called by one lane for each
-// The gate is asked by lane 0 of the block, for the rows of this block only.
+// The interface is that of host.cuh. What this engine needs beyond it:
+//   schedule   the same for all blocks of a cluster: made of index / engine::cluster and count / engine::cluster
+//   shape.k    what the gate is asked for at a time: a multiple of 64
+//   source, b  have a member `map`, of lines that are 16 bytes aligned: boxes of 64 contiguous elements by 64 lines, or
+//              (if k is contiguous) by all lines of Panel::part; swizzled by 128 bytes, zeros beyond the edges
+//   sink       map(tile), of the rows of the tile's source in C: boxes of 128 bytes by 64 rows, swizzled by 128 bytes;
+//              null where deliver() is to store instead: each lane of a warp calls it by itself, for part of a row
+// The gate is asked for this block's rows only, by thread 0; when it fails, only that thread's launch is not live.
 template <class T, class Schedule, class Source, class Right, class Gate, class Sink>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
                     const Right& b, Gate gate, Sink sink) {
-    using Engine = Hopper<T, typename Sink::Type>;
+    using Engine = Hopper<T, Schedule, Sink>;
+    static_assert(sizeof(T) == 2, "bfloat16 or float16");
     auto& shared = *reinterpret_cast<typename Engine::Shared*>(launch.agent().shared());
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
 
-    Engine::init(shared, launch.live());
+    if (threadIdx.x == 0) Engine::init(shared, schedule, sink, launch.live());
+    Engine::sync();
     if (warpgroup == 0) {
-        ptx::shrink_registers<40>();
-        if (warp == 0) {
-            if (threadIdx.x == 0) Engine::produce(shared, launch, schedule, depth, shape.k, source, b, gate);
-        } else if (warp <= consumers) {
-            Engine::store(shared, launch.agent().alone(), warp - 1, schedule, sink);
-        }
+        ptx::shrink_registers<104>();
+        if (threadIdx.x == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
+        if (warp > 0 && warp <= consumers) Engine::store(shared, launch.agent().alone(), warp - 1);
     } else {
-        ptx::grow_registers<232>();
-        Engine::consume(shared, warpgroup - 1, schedule, depth, sink);
+        ptx::grow_registers<200>();
+        Engine::consume(shared, warpgroup - 1, depth);
     }
     Engine::sync();  // no block leaves while its neighbour may still write to it
 }

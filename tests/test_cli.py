@@ -1,0 +1,410 @@
+"""The command line, as a user sees it: output, messages, exit codes and files."""
+
+import json
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from launcher import ROOT, mpirun
+
+import mkernel_cp as mk
+from mkernel_cp import reference
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def alone(*args, env=None):
+    """Run the command line without a launcher."""
+    environ = {**os.environ, **(env or {})}
+    environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [(env or {}).get("PYTHONPATH"), str(ROOT)])
+    )
+    command = [sys.executable, "-m", "mkernel_cp", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+
+
+def run(ranks, a, b, c, *options):
+    args = ("run", "allgather-gemm", a, b, "-o", c, *options)
+    return mpirun(ranks, "-m", "mkernel_cp", *args)
+
+
+def on_ranks(ranks, body, **options):
+    """Run the body of a function of ``comm`` as a command."""
+    program = (
+        "import os, signal, sys, time\nimport numpy as np\nimport mkernel_cp as mk\n"
+        "from mkernel_cp.commands import demo, job, run\n"
+        f"def program(comm):\n    {body}\n    return 0\n"
+        "sys.exit(job.on_ranks(program))\n"
+    )
+    return mpirun(ranks, "-c", program, **options)
+
+
+def message(done):
+    """Return the one message of a command that failed."""
+    assert done.returncode == 1, (done.returncode, done.stdout, done.stderr)
+    prefix, text = done.stderr.split("mkernel_cp: ")
+    assert prefix == ""
+    return text.rstrip("\n")
+
+
+# --- parsing --------------------------------------------------------------------------------------
+
+
+def test_version():
+    done = alone("--version")
+    assert (done.returncode, done.stdout) == (0, f"mkernel_cp {mk.__version__}\n")
+
+
+@pytest.mark.mpi
+def test_all_ranks_answer_a_wrong_command_line_with_one_voice():
+    done = mpirun(3, "-m", "mkernel_cp", "run", "allgather-gemm", "A.npy", "B.npy")
+    assert done.returncode == 2
+    assert done.stderr.count("usage:") == 1
+    assert "-o/--output" in done.stderr
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with matrices, right and wrong ones."""
+    folder = tmp_path_factory.mktemp("matrices")
+    random = np.random.default_rng(0)
+    a, b = random.standard_normal((1000, 333)), random.standard_normal((333, 70))
+    good = {
+        "A": a,
+        "B": b,
+        "A_fortran": np.asfortranarray(a),
+        "B_fortran": np.asfortranarray(b),
+        "A_bfloat16": a[:99].astype(BFLOAT16),
+        "B_bfloat16": b.astype(BFLOAT16),
+        "A_float16": a[:99].astype(np.float16),
+        "B_float16": b.astype(np.float16),
+        "A_no_rows": a[:0],
+        "A_two_rows": a[:2],
+        "A_no_columns": a[:, :0],
+        "B_no_rows": b[:0],
+        "B_no_columns": b[:, :0],
+        "B_one_column": b[:, :1],
+    }
+    wrong = {
+        "vector": a[0],
+        "integers": a.astype(np.int64),
+        "big_endian": a.astype(">f8"),
+        "records": np.zeros((2, 3), "i4,f8"),
+    }
+    for name, matrix in {**good, **wrong}.items():
+        np.save(folder / f"{name}.npy", matrix)
+    np.save(folder / "objects.npy", np.array([[None]]), allow_pickle=True)
+    whole = (folder / "A.npy").read_bytes()
+    (folder / "truncated.npy").write_bytes(whole[:-1])
+    (folder / "half_a_header.npy").write_bytes(whole[:50])
+    (folder / "empty.npy").write_bytes(b"")
+    (folder / "text.npy").write_bytes(b"1 2 3\n" * 100)
+    (folder / "folder.npy").mkdir()
+    return folder
+
+
+@pytest.mark.mpi
+def test_run_as_numpy(files, tmp_path):
+    a, b = np.load(files / "A.npy"), np.load(files / "B.npy")
+    done = run(3, files / "A.npy", files / "B.npy", tmp_path / "C.npy")
+    assert done.returncode == 0, done.stderr
+    assert "(1000, 70) float64" in done.stdout
+    c = np.load(tmp_path / "C.npy")
+    expected = a @ b
+    assert c.dtype == np.float64
+    assert np.max(abs(c - expected)) <= 1e-13 * np.max(abs(expected))
+    reference.allgather_gemm([a], b).assert_close(c)
+    assert os.listdir(tmp_path) == ["C.npy"]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ranks", "a", "b", "dtype"),
+    [
+        (2, "A_fortran", "B_fortran", None),
+        (3, "A_bfloat16", "B_bfloat16", None),
+        (2, "A_bfloat16", "B_bfloat16", "float32"),
+        (2, "A_float16", "B_float16", "float32"),
+        (1, "A", "B", "float64"),
+        (2, "A_no_rows", "B", None),
+        (2, "A_no_columns", "B_no_rows", None),
+        (2, "A", "B_no_columns", None),
+        (3, "A_two_rows", "B_one_column", None),
+    ],
+)
+def test_run_on_any_shape_dtype_and_order(files, tmp_path, ranks, a, b, dtype):
+    (tmp_path / "C.npy").write_text("an older file")
+    options = ("--dtype", dtype) if dtype else ()
+    done = run(ranks, files / f"{a}.npy", files / f"{b}.npy", tmp_path / "C.npy", *options)
+    assert done.returncode == 0, done.stderr
+    a, b, c = (np.load(p) for p in (files / f"{a}.npy", files / f"{b}.npy", tmp_path / "C.npy"))
+    a, b, c = (m.view(BFLOAT16) if m.dtype == np.dtype("V2") else m for m in (a, b, c))
+    reference.allgather_gemm([a], b, dtype).assert_close(c)
+    assert os.listdir(tmp_path) == ["C.npy"]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("a", "b", "c", "words"),
+    [
+        ("missing", "B", "C.npy", "missing.npy: No such file"),
+        ("A", "missing", "C.npy", "missing.npy: No such file"),
+        ("truncated", "B", "C.npy", "truncated.npy is truncated: it has 2664127 bytes"),
+        ("half_a_header", "B", "C.npy", "half_a_header.npy is not a .npy file"),
+        ("empty", "B", "C.npy", "empty.npy is not a .npy file"),
+        ("text", "B", "C.npy", "text.npy is not a .npy file"),
+        ("folder", "B", "C.npy", "folder.npy is not a regular file"),
+        ("vector", "B", "C.npy", "vector.npy has shape (333,): use a matrix"),
+        ("integers", "B", "C.npy", "integers.npy has dtype int64: not allowed"),
+        ("big_endian", "B", "C.npy", "big_endian.npy has dtype >f8: not allowed"),
+        ("records", "B", "C.npy", "records.npy has dtype"),
+        ("objects", "B", "C.npy", "objects.npy has dtype object: not allowed"),
+        ("B", "B", "C.npy", "A needs as many columns as B has rows"),
+        ("A_float16", "B", "C.npy", "A_float16.npy has dtype float16"),
+        ("A", "B", "missing/C.npy", "missing/C.npy: No such file"),
+        ("A", "B", "file/C.npy", "file/C.npy: Not a directory"),
+        ("A", "B", "folder", "folder is not a regular file"),
+        ("A", "B", "/dev/null", "/dev/null is not a regular file"),
+    ],
+)
+def test_run_refuses_with_one_message_and_leaves_no_file(files, tmp_path, a, b, c, words):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    done = run(2, files / f"{a}.npy", files / f"{b}.npy", tmp_path / c)
+    text = message(done)
+    assert words in text
+    assert "\n" not in text
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+@pytest.mark.mpi
+def test_run_refuses_an_output_type_and_an_unwritable_folder(files, tmp_path):
+    done = run(2, files / "A.npy", files / "B.npy", tmp_path / "C.npy", "--dtype", "float32")
+    assert "dtype=float32: not allowed for float64 operands" in message(done)
+    tmp_path.chmod(0o500)
+    # Root writes everywhere but into the kernel's own file systems.
+    folder = tmp_path if os.geteuid() else "/proc"
+    done = run(2, files / "A.npy", files / "B.npy", f"{folder}/C.npy")
+    assert f"cannot write {folder}/C.npy" in message(done)
+    assert os.listdir(tmp_path) == []
+
+
+INTERRUPTED = """import argparse
+    def stop(*args, **options):
+        assert any(name.endswith(".tmp") for name in os.listdir({folder!r}))
+        {what}
+    run.operator.allgather_gemm = stop
+    names = [os.path.join({files!r}, name) for name in ("A.npy", "B.npy")]
+    output = os.path.join({folder!r}, "C.npy")
+    run.allgather_gemm(comm, argparse.Namespace(a=names[0], b=names[1], output=output, dtype=None))
+"""
+
+
+@pytest.mark.mpi
+def test_run_leaves_no_file_when_a_rank_fails(files, tmp_path):
+    what = "if comm.rank == 1: raise KeyError('in the middle')"
+    body = INTERRUPTED.format(folder=str(tmp_path), files=str(files), what=what)
+    done = on_ranks(2, body)
+    assert "rank 1:\nTraceback" in message(done)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.mpi
+def test_run_leaves_no_file_when_its_launcher_is_asked_to_end(files, tmp_path):
+    body = INTERRUPTED.format(folder=str(tmp_path), files=str(files), what="time.sleep(60)")
+    with pytest.raises(subprocess.TimeoutExpired):
+        on_ranks(2, body, timeout=4)
+    assert os.listdir(tmp_path) == []
+
+
+# --- demo -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+def test_demo_prints_a_table_that_names_its_target():
+    done = mpirun(2, "-m", "mkernel_cp", "demo", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    title, headings, *rows, last = done.stdout.splitlines()
+    assert "2 ranks on 1 node, target host" in title
+    assert "not a measure of speed" in title
+    assert headings.split()[0] == "operator"
+    assert all(row.split()[0] == "allgather_gemm" for row in rows)
+    assert last == f"all {len(rows)} rows agree with the reference"
+    assert done.stderr == ""
+
+
+@pytest.mark.mpi
+def test_demo_prints_json():
+    done = mpirun(3, "-m", "mkernel_cp", "demo", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] is True
+    assert (report["world"], report["target"]) == (3, "host")
+    types = {(row["dtype"], row["out_dtype"]) for row in report["rows"]}
+    assert types >= {(name, name) for name in ("bfloat16", "float16", "float32", "float64")}
+    assert ("bfloat16", "float32") in types
+    for row in report["rows"]:
+        assert row["ok"]
+        assert 0 <= row["error_over_bound"] <= 1
+        assert row["bytes_from_peers"] == row["bytes_planned"] > 0
+        assert row["ms"] > 0
+    assert len({tuple(row["row_counts"]) for row in report["rows"]}) >= 3
+
+
+@pytest.mark.mpi
+def test_demo_refuses_a_world_of_another_size():
+    done = mpirun(2, "-m", "mkernel_cp", "demo", "--ranks", "3", "--json")
+    assert "the world has 2 rank(s), --ranks asks for 3" in message(done)
+    assert done.stdout == ""
+
+
+def test_demo_without_a_launcher_is_a_world_of_one():
+    assert "the world has 1 rank(s)" in message(alone("demo", "--ranks", "4"))
+
+
+DEMO = """import argparse
+    arguments = argparse.Namespace(ranks=None, json={json})
+    {patch}
+    return demo.demo(comm, arguments)
+"""
+
+
+@pytest.mark.mpi
+def test_demo_notices_a_result_that_is_wrong_on_one_rank():
+    patch = """step = demo.AllGatherGemm.__call__
+    def wrong(self, a, b, *, out):
+        step(self, a, b, out=out)
+        if comm.rank == 1: out[-1, -1] = np.nan
+    demo.AllGatherGemm.__call__ = wrong"""
+    done = on_ranks(2, DEMO.format(json=True, patch=patch))
+    assert "8 of 8 rows are wrong" in message(done)
+    report = json.loads(done.stdout)
+    assert report["ok"] is False
+    assert {row["error_over_bound"] for row in report["rows"]} == {None}
+
+
+@pytest.mark.mpi
+def test_demo_notices_bytes_that_were_not_planned():
+    patch = "comm._signals.bytes_word[0] += 0 if comm.rank else 1"
+    patch = f"""step = demo.AllGatherGemm.__call__
+    def greedy(self, a, b, *, out):
+        step(self, a, b, out=out)
+        {patch}
+    demo.AllGatherGemm.__call__ = greedy"""
+    done = on_ranks(2, DEMO.format(json=False, patch=patch))
+    assert "bytes that were not planned" in message(done)
+    assert done.stdout.count("WRONG") == 8
+
+
+# --- how a job ends -------------------------------------------------------------------------------
+
+AGREED = "comm.agree('x', lambda: 1 // int(comm.rank != 1))"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("if comm.rank == 1: raise KeyError('alone')\n    comm.barrier()", "rank 1:\nTraceback"),
+        ("raise KeyError('everywhere')", "Traceback"),
+        (AGREED, "ZeroDivisionError: rank 1:"),
+        ("comm.empty(-3 if comm.rank == 2 else 3)", "rank 2:\nTraceback"),
+        ("comm.agree(f'call {comm.rank // 2}', int)", "ArgumentMismatchError: ranks disagree"),
+    ],
+)
+def test_an_exception_ends_the_job_with_one_message(body, words):
+    text = message(on_ranks(3, body))
+    assert words in text
+    assert text.count("Traceback") <= 1
+
+
+@pytest.mark.mpi
+def test_a_stopped_rank_does_not_keep_the_job_alive():
+    body = """job._FINALIZE_SECONDS = 1
+    if comm.rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
+    comm.barrier()"""
+    done = on_ranks(3, body, env={"MKERNEL_TIMEOUT": "1,1"}, timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.count("TimeoutError: ") == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.mpi
+def test_an_interrupt_is_quiet():
+    done = on_ranks(2, "if comm.rank == 1: raise KeyboardInterrupt\n    comm.barrier()")
+    assert done.returncode != 0
+    assert done.stderr == ""
+
+
+@pytest.mark.mpi
+def test_a_wrong_setting_and_an_unknown_one_are_told_once():
+    env = {"MKERNEL_NODES": "2", "MKERNEL_NODE": "2"}
+    done = mpirun(2, "-m", "mkernel_cp", "demo", env=env)
+    assert done.returncode == 1
+    unknown, refusal = done.stderr.splitlines()
+    assert unknown.startswith("mkernel_cp: unknown environment variable MKERNEL_NODE:")
+    assert refusal.startswith("mkernel_cp: ConfigurationError: 2 ranks are on more than one node")
+
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+def findings(done):
+    """Return the state of each thing that doctor looked at."""
+    assert done.stderr == ""
+    lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()[1:-1]]
+    return {line[1]: line[0] for line in lines if line[0] != "->"}
+
+
+@pytest.mark.mpi
+def test_doctor_finds_all_that_is_needed(tmp_path):
+    done = alone("doctor", env={"MKERNEL_CACHE_DIR": str(tmp_path / "cache")})
+    assert done.returncode == 0, done.stdout
+    states = findings(done)
+    assert set(states.values()) == {"ok"}
+    assert {"Python", "numpy", "mpi4py", "MPI", "target", "C++", "cache", "memfd"} <= set(states)
+    assert {"UNIX", "pidfd", "/dev/shm", "MKERNEL_TIMEOUT"} <= set(states)
+    assert f"{tmp_path}/cache, 0 entries" in done.stdout
+
+
+def test_doctor_tells_what_is_missing_and_what_mends_it():
+    env = {
+        "CXX": "/nowhere/c++",
+        "MKERNEL_NODES": "none",
+        "MKERNEL_NODE": "2",
+        "MKERNEL_CACHE_DIR": "/dev/null/cache",
+        "PMI_RANK": "0",  # as if under a launcher: no other one is started
+    }
+    done = alone("doctor", env=env)
+    assert done.returncode == 1
+    states = findings(done)
+    wrong = {name: state for name, state in states.items() if state != "ok"}
+    assert wrong == {
+        "C++": "MISSING",
+        "MKERNEL_NODES": "MISSING",
+        "MKERNEL_NODE": "warning",
+        "cache": "warning",
+    }
+    assert "set CXX" in done.stdout
+    assert "did you mean MKERNEL_NODES?" in done.stdout
+    assert done.stdout.endswith("2 thing(s) missing\n")
+
+
+def test_a_broken_mpi4py_is_no_traceback(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('libmpi.so is not there')")
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = alone("doctor", env=env)
+    assert done.returncode == 1
+    assert findings(done)["MPI"] == "MISSING"
+    assert "libmpi.so is not there" in done.stdout
+    assert "pip install mpi4py mpich" in done.stdout
+    text = message(alone("demo", env=env))
+    assert "libmpi.so is not there" in text
+    assert "doctor" in text

@@ -1,0 +1,147 @@
+"""The kernels are device code: NVRTC takes them, and what comes out spills no registers."""
+
+import importlib
+import itertools
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from mkernel_cp import compiler
+
+pytestmark = pytest.mark.nvrtc
+
+KERNELS = ("allgather_gemm",)
+ARCHITECTURES = ("sm_80", "sm_90a")
+TYPES = [
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float"),
+    ("float16", "float16"),
+    ("float16", "float"),
+    ("float", "float"),
+    ("double", "double"),
+]
+# No macro at all: as plain cupy.RawModule compiles it.
+MACROS = {"plain": {}, **{f"{a}-{out}": {"MK_TYPE": a, "MK_OUT_TYPE": out} for a, out in TYPES}}
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    try:
+        module = importlib.import_module("cuda.bindings.nvrtc")
+        check(module, module.nvrtcVersion())
+    except (ImportError, RuntimeError) as error:
+        pytest.fail(f"no NVRTC ({error}): install the 'test' extra, as in pip install -e '.[test]'")
+    return module
+
+
+def check(nvrtc, result):
+    """Return the values of a call to NVRTC; RuntimeError for a status that is not success."""
+    status, *values = result
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(check(nvrtc, nvrtc.nvrtcGetErrorString(status))[0].decode())
+    return values
+
+
+@pytest.fixture(scope="module")
+def built(nvrtc, kernels):
+    """Per (kernel, architecture, macros): a compilation that has begun."""
+    # NVRTC takes programs from several threads, and lets go of the interpreter's lock.
+    pool = ThreadPoolExecutor(os.cpu_count())
+    yield {
+        (name, architecture, macros): pool.submit(
+            compile_kernel, nvrtc, name, architecture, MACROS[macros]
+        )
+        for name, architecture, macros in itertools.product(KERNELS, ARCHITECTURES, MACROS)
+    }
+    pool.shutdown(cancel_futures=True)
+
+
+def compile_kernel(nvrtc, name, architecture, defines):
+    """Return the cubin of a kernel (None if it does not compile) and the log."""
+
+    def output(what):
+        (size,) = check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program))
+        data = bytearray(size)
+        check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, data))
+        return bytes(data)
+
+    path = compiler.kernel_source(name)
+    options = [
+        "-std=c++17",
+        f"-I{compiler.include_dir()}",
+        f"--gpu-architecture={architecture}",
+        "--ptxas-options=-v",
+        *(f"-D{macro}={value}" for macro, value in defines.items()),
+    ]
+    program = check(nvrtc, nvrtc.nvrtcCreateProgram(path.read_bytes(), bytes(path), 0, None, None))[
+        0
+    ]
+    try:
+        encoded = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        log = output("ProgramLog").rstrip(b"\0").decode()
+        failed = status != nvrtc.nvrtcResult.NVRTC_SUCCESS
+        return None if failed else output("CUBIN"), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def complaint(cubin, log, entry):
+    """Return what is wrong with a compilation, or None."""
+    if cubin is None:
+        return f"does not compile:\n{log}"
+    if b"\0.text." + entry.encode() + b"\0" not in cubin:
+        return f"has no entry point {entry}"
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    if len(spills) < 2:
+        return f"ptxas does not say what it spills:\n{log}"
+    if any(map(int, spills)):
+        return f"spills registers:\n{log}"
+    if "warning" in log:
+        return f"compiles with a warning:\n{log}"
+    return None
+
+
+@pytest.mark.parametrize("macros", MACROS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_as_device_code_without_spills(built, name, architecture, macros):
+    cubin, log = built[name, architecture, macros].result()
+    found = complaint(cubin, log, name)
+    assert found is None, found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_macros_choose_the_types_and_none_means_bfloat16(built, name, architecture):
+    cubins = {macros: built[name, architecture, macros].result()[0] for macros in MACROS}
+    assert cubins.pop("plain") == cubins["bfloat16-bfloat16"]
+    assert len(set(cubins.values())) == len(TYPES)
+
+
+def test_a_faulty_kernel_is_noticed(nvrtc, tmp_path):
+    """The checks themselves: an error, a spill and a missing entry point are seen."""
+    (tmp_path / "include" / "mkernel").mkdir(parents=True)
+    spill = (
+        'extern "C" __global__ void __launch_bounds__(1024, 2) fault(float* p) {\n'
+        "    float x[64];\n"
+        "#pragma unroll\n"
+        "    for (int i = 0; i < 64; ++i) x[i] = p[i * 1024 + threadIdx.x];\n"
+        "    __syncthreads();\n"
+        "#pragma unroll\n"
+        "    for (int i = 0; i < 64; ++i) p[i * 1024 + threadIdx.x] = x[63 - i] * x[i];\n"
+        "}\n"
+    )
+    texts = {
+        "does not compile": 'extern "C" __global__ void fault() { nothing(); }\n',
+        "has no entry point": "__global__ void fault() {}\n",
+        "spills registers": spill,
+    }
+    with compiler.using_kernels(tmp_path):
+        for text, body in texts.items():
+            (tmp_path / "fault.cu").write_text(body)
+            found = complaint(*compile_kernel(nvrtc, "fault", "sm_80", {}), "fault")
+            assert found is not None, text
+            assert text in found

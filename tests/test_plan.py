@@ -1,0 +1,288 @@
+"""Plans are right for many shapes, without a device or a compiler."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from shapes import DTYPES, cases
+
+import mkernel_cp as mk
+from mkernel_cp import plan as plans
+from mkernel_cp.plan import DTYPES as ALLOWED
+
+CASES = [case for size in (1, 2, 3, 4, 7) for case in cases(count=10, seed=size, world=size)]
+OPTIONS = (
+    mk.Options(),
+    mk.Options(chunk_bytes=20),
+    mk.Options(split=(3, 5), tile=(16, 40, 24), chunk_bytes=1000),
+    mk.Options(tile=(1024, 1, 1024), chunk_bytes=1 << 30),
+)
+
+
+def make(case, rank, options=OPTIONS[0], by_columns=False):
+    return plans.plan_allgather_gemm(
+        rank,
+        case.row_counts,
+        case.n_per_rank[rank],
+        case.k,
+        np.dtype(case.dtype),
+        np.dtype(case.out_dtype),
+        by_columns,
+        options,
+    )
+
+
+def every_plan(case):
+    for options in OPTIONS:
+        for by_columns in (False, True):
+            for rank in range(case.world):
+                yield options, make(case, rank, options, by_columns)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_chunks_cover_every_element_once(case):
+    """Numbered as Landing of landing.cuh does it: panels of k inside blocks of rows."""
+    for options in OPTIONS:
+        plan = make(case, 0, options)  # the same on all ranks: see the next test
+        rows, depth = plan.chunk
+        panels = -(-plan.k // depth)
+        for rank in range(case.world):
+            visits = np.zeros((case.row_counts[rank], plan.k), np.int8)
+            for i in range(plan.chunks(rank)):
+                first_row, first_k = i // panels * rows, i % panels * depth
+                piece = visits[first_row : first_row + rows, first_k : first_k + depth]
+                assert piece.size, "an empty chunk"
+                piece += 1
+            assert (visits == 1).all()
+        limit = options.chunk_bytes or 1 << 18
+        assert rows * depth == 1 or rows * depth * plan.dtype.itemsize <= limit
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_ranks_choose_the_same_chunks_and_places(case):
+    """A mover must find what its peer's plan says: only what a rank has for itself may differ."""
+    for options in OPTIONS:
+        for by_columns in (False, True):
+            agreed = {
+                (
+                    *(plan.chunk, plan.arena_offsets(), plan.row_start),
+                    *map(plan.chunks, range(case.world)),
+                )
+                for plan in (make(case, rank, options, by_columns) for rank in range(case.world))
+            }
+            assert len(agreed) == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_places_in_the_arena_are_aligned_and_apart(case):
+    for _, plan in every_plan(case):
+        offsets = plan.arena_offsets()
+        assert len(offsets) == case.world + 1
+        assert offsets[0] == 0
+        assert not any(offset % 64 for offset in offsets)
+        for rank, rows in enumerate(plan.row_counts):
+            lines, run = (plan.k, rows) if plan.by_columns else (rows, plan.k)
+            pitch = plan.pitch(rank)
+            assert run * plan.dtype.itemsize <= pitch
+            assert pitch % 64 == 0
+            assert offsets[rank] + lines * pitch <= offsets[rank + 1]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_extents(case):
+    for options, plan in every_plan(case):
+        assert plan.m == case.m
+        assert plan.row_start == tuple(np.cumsum([0, *case.row_counts]))
+        limits = (max(case.row_counts), plan.n, plan.k)
+        asked = options.tile or (64, 64, 64)
+        for extent, limit, wanted in zip(plan.tile, limits, asked, strict=True):
+            assert 1 <= extent <= min(wanted, max(1, limit))
+        movers, compute = plan.split
+        assert movers == (0 if case.world == 1 else (options.split or (1,))[0])
+        assert compute == options.split[1] if options.split else 1 <= compute <= 2
+        needed = (case.m - case.row_counts[plan.rank]) * case.k * plan.dtype.itemsize
+        assert plan.bytes_from_peers == (needed if plan.n else 0)
+
+
+@pytest.mark.parametrize("case", CASES[::5], ids=str)
+def test_shared_bytes_are_what_the_engine_carves_up(case):
+    """engine/host.cuh: sums, a panel of A, a panel of B, and a tile of the output."""
+    for _, plan in every_plan(case):
+        rows, columns, k = plan.tile
+        wide = np.float64 if plan.dtype == np.float64 else np.float32
+        arrays = [
+            np.empty((rows, columns), wide),
+            np.empty((rows, k), wide),
+            np.empty((k, columns), wide),
+            np.empty((rows, columns), plan.out_dtype),
+        ]
+        assert plan.shared_bytes == sum(array.nbytes for array in arrays)
+
+
+def test_a_world_of_one_moves_nothing():
+    plan = plans.plan_allgather_gemm(
+        0, (100,), 50, 30, *[np.dtype(np.float32)] * 2, False, mk.Options(split=(4, 3))
+    )
+    assert plan.split == (0, 3)
+    assert plan.bytes_from_peers == 0
+
+
+def test_agents_are_no_more_than_tiles():
+    plan = plans.plan_allgather_gemm(
+        0, (5, 0), 7, 9, *[np.dtype(np.float64)] * 2, False, mk.Options()
+    )
+    assert plan.split == (1, 1)
+
+
+def test_compute_agents_share_the_cores_with_the_other_ranks(monkeypatch):
+    for cores, ranks, compute in ((1, 2, 1), (4, 2, 2), (4, 4, 1), (64, 2, 2)):
+        monkeypatch.setattr(plans.os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
+        plan = plans.plan_allgather_gemm(
+            0, (999,) * ranks, 999, 9, *[np.dtype(np.float64)] * 2, False, mk.Options()
+        )
+        assert plan.split == (1, compute)
+
+
+def test_chunks_have_about_the_bytes_that_were_asked_for():
+    for dtype in ALLOWED:
+        for chunk_bytes in (1, 100, 4096, 1 << 18, 1 << 30):
+            rows, k = plans.chunk_shape((500, 700), 3000, dtype, chunk_bytes)
+            most = min(chunk_bytes, min(64, 700) * 3000 * dtype.itemsize)
+            assert rows * k * dtype.itemsize <= max(most, dtype.itemsize)
+            # Whole rows of a chunk are all that rounding may lose.
+            assert (rows + 1) * (k + 1) * dtype.itemsize > most / 2
+
+
+def test_large_extents_do_not_overflow():
+    plan = plans.plan_allgather_gemm(
+        1, (1 << 33, 1 << 33), 1 << 20, 1 << 20, *[np.dtype(np.float64)] * 2, False, mk.Options()
+    )
+    assert plan.arena_offsets() == (0, 1 << 56, 1 << 57)
+    assert plan.bytes_from_peers == 1 << 56
+    assert math.prod(plan.chunk) * 8 * plan.chunks(0) == 1 << 56
+
+
+def test_explain_says_the_main_numbers():
+    plan = plans.plan_allgather_gemm(
+        1,
+        (130, 70),
+        90,
+        110,
+        np.dtype("bfloat16"),
+        np.dtype(np.float32),
+        True,
+        mk.Options((3, 5), (16, 24, 40), 1000),
+    )
+    text = plan.explain()
+    for part in (
+        "allgather_gemm",
+        "(200, 110) @ (110, 90)",
+        "bfloat16 -> float32",
+        "rank 1 of 2",
+        "[130, 70]",
+        "host",
+        "(16, 24, 40)",
+        "5 compute",
+        "3 movers",
+        "F order",
+        f"{130 * 110 * 2} bytes",
+        str(plan.chunk),
+        f"{math.prod(plan.chunk) * 2 / 1024:g} KiB",
+    ):
+        assert part in text, text
+    assert len(text.splitlines()) > 1
+    assert "C order" in dataclasses.replace(plan, by_columns=False).explain()
+
+
+def test_plans_are_values():
+    case = CASES[0]
+    assert make(case, 0) == make(case, 0)
+    assert hash(make(case, 0)) == hash(make(case, 0))
+    assert make(case, 0) != make(case, 0, OPTIONS[2])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make(case, 0).n = 3
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"split": (1,)},
+        {"split": (1, 2, 3)},
+        {"split": (0, 1)},
+        {"split": (1, -1)},
+        {"split": (1, 1025)},
+        {"tile": ()},
+        {"tile": (1, 2)},
+        {"tile": (64, 64, 0)},
+        {"tile": (64, 2000, 64)},
+        {"chunk_bytes": 0},
+        {"chunk_bytes": -5},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(keywords):
+    (name,) = keywords
+    with pytest.raises(ValueError, match=rf"{name}=.*use "):
+        mk.Options(**keywords)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"split": 5},
+        {"split": (1.5, 2)},
+        {"tile": ("8", "8", "8")},
+        {"tile": (8, 8, 8.5)},
+        {"chunk_bytes": 1e5},
+        {"chunk_bytes": 1.5},
+        {"chunk_bytes": "1000"},
+    ],
+    ids=str,
+)
+def test_options_that_are_no_integers_are_refused(keywords):
+    with pytest.raises(TypeError):
+        mk.Options(**keywords)
+
+
+def test_options_may_be_any_integers_and_are_hashable():
+    plain = mk.Options(split=(1, 2), tile=(8, 16, 1024), chunk_bytes=4096)
+    other = mk.Options(
+        split=[np.int64(1), 2], tile=np.array([8, 16, 1024]), chunk_bytes=np.int32(4096)
+    )
+    assert plain == other
+    assert hash(plain) == hash(other)
+    assert plain.tile == (8, 16, 1024)
+    assert mk.Options() == mk.Options(None, None, None)
+    assert mk.Options() != plain
+
+
+# --- dtypes -------------------------------------------------------------------------------------
+
+
+def test_dtypes():
+    assert [dtype.name for dtype in ALLOWED] == list(DTYPES)
+    for dtype in ALLOWED:
+        assert plans.check_dtype("a", dtype) == dtype
+        assert plans.output_dtype(dtype, None) == dtype
+        assert plans.output_dtype(dtype, dtype) == dtype
+        for wanted in ALLOWED:
+            if wanted == dtype or (dtype.itemsize == 2 and wanted == np.float32):
+                assert plans.output_dtype(dtype, wanted) == wanted
+                continue
+            with pytest.raises(TypeError, match=f"{wanted}: not allowed for {dtype}.*{dtype}"):
+                plans.output_dtype(dtype, wanted)
+    assert plans.output_dtype(np.dtype(np.float16), "float32") == np.float32
+    names = [plans.cpp_type(dtype) for dtype in ALLOWED]
+    assert names == ["bfloat16", "float16", "float", "double"]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "int64", "uint16", "bool", "complex64", "complex128", ">f8", "O", "S4", "V2"]
+)
+def test_other_dtypes_are_refused_with_the_allowed_ones(dtype):
+    with pytest.raises(TypeError, match=r"x has dtype .*bfloat16, float16, float32, float64"):
+        plans.check_dtype("x", np.dtype(dtype))
