@@ -338,8 +338,10 @@ class Communicator:
             dtype = np.dtype(dtype)
             if min(shape, default=0) < 0:
                 raise ValueError(f"shape {shape}: negative dimensions are not allowed")
-            if dtype.hasobject or dtype.itemsize == 0:
-                raise TypeError(f"dtype {dtype}: use one whose elements have a size and no objects")
+            if dtype.hasobject:
+                raise TypeError(f"dtype {dtype}: objects cannot be shared between processes")
+            if dtype.itemsize == 0:
+                raise TypeError(f"dtype {dtype}: its elements have no size")
             np.broadcast_to(np.empty((), dtype), shape)  # raises what NumPy says of such a shape
             if order not in ("C", "F"):
                 raise ValueError(f"order {order!r}: not allowed; use 'C' or 'F'")
@@ -806,8 +808,8 @@ def _nodes(nodes: Any, size: int) -> tuple[int, ...]:
 def _seconds(name: str, value: float | None, default: float) -> float:
     try:
         seconds = float(default if value is None else value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}={value!r}: use a number of seconds") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}={value!r}: use a number of seconds") from None
     # The kernels count in 64-bit nanoseconds; a century is no limit that anybody means.
     if not 0 <= seconds <= 3.2e9:
         raise ValueError(f"{name}={seconds}: not allowed; use seconds from 0 (no limit) to 3.2e9")

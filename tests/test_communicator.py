@@ -571,7 +571,7 @@ def test_an_enormous_deadline_of_the_variable_is_refused_or_kept(monkeypatch, se
     """2 ** 64 ns and a little more are no short time."""
     monkeypatch.setenv("MKERNEL_TIMEOUT", f"{seconds},{seconds}")
     results = outcomes(2, late_call)
-    refused = all(isinstance(error, mk.ConfigurationError) for error in results)
+    refused = all(isinstance(error, ValueError) for error in results)
     assert refused or results == [None, None], results
 
 
@@ -666,8 +666,9 @@ def test_who_is_interrupted_in_an_agreement_is_not_waited_for():
 
     results = outcomes(3, program)
     for error in results[::2]:
-        assert isinstance(error, mk.PeerLostError), results
+        assert isinstance(error, mk.PeerError), results
         assert "rank 1" in str(error)
+        assert "KeyboardInterrupt" in str(error)
 
 
 def test_nobody_leaves_a_barrier_before_all_have_come():

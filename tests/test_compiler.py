@@ -34,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def kernels(tmp_path):
+def folder_of_kernels(tmp_path):
     """A kernels folder of one source, whose value comes from a header of a header."""
     folder = tmp_path / "kernels"
     (folder / "include" / "mkernel").mkdir(parents=True)
@@ -118,20 +118,20 @@ def test_a_second_process_compiles_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("header", ["outer.cuh", "inner.cuh"])
-def test_an_edited_header_compiles_again(kernels, header):
+def test_an_edited_header_compiles_again(folder_of_kernels, header):
     source = compiler.kernel_source("sample")
     assert compiler.host_library(source).value() == 1
-    path = kernels / "include" / "mkernel" / header
+    path = folder_of_kernels / "include" / "mkernel" / header
     path.write_text(path.read_text() + "#undef VALUE\n#define VALUE 2\n")
     library, count = compiles(lambda: compiler.host_library(source))
     assert library.value() == 2
     assert count == 1
 
 
-def test_neither_place_nor_time_is_in_the_key(kernels, tmp_path):
+def test_neither_place_nor_time_is_in_the_key(folder_of_kernels, tmp_path):
     path = compiler.host_library_path(compiler.kernel_source("sample"))
     moved = tmp_path / "elsewhere" / "kernels"
-    shutil.copytree(kernels, moved)
+    shutil.copytree(folder_of_kernels, moved)
     for file in moved.rglob("*"):
         os.utime(file, (1, 1))
     with compiler.using_kernels(moved):
