@@ -8,6 +8,7 @@ import operator
 import os
 import pickle
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +147,7 @@ class Communicator:
         self._failure: errors.Error | None = None
         self._closed = False
         self._process = os.getpid()
+        self._in_call = threading.Lock()
         self.mpi = comm.Dup()
         self.rank, self.size = self.mpi.Get_rank(), self.mpi.Get_size()
         try:
@@ -386,6 +388,14 @@ class Communicator:
         ends in an error, not in a wait. An exception of `work` is raised on all ranks alike.
         """
         self._begin(what)
+        with self._in_call:
+            values = self._agree(what, work)
+        for value in values:
+            if isinstance(value, _Raised):
+                raise value.error
+        return values
+
+    def _agree(self, what: str, work: Callable[[], Any]) -> list[Any]:
         generation = self._signals.generation + 1
         digest = digest_of(what)
         self._pages[self.rank].set_text(generation, what)
@@ -408,9 +418,6 @@ class Communicator:
                 self._fail(Reason.MISMATCH, rank, generation)
             values.append(value)
         self._signals.advance()
-        for value in values:
-            if isinstance(value, _Raised):
-                raise value.error
         return values
 
     def _gather(self, data: bytes, generation: int) -> list[bytes]:
@@ -566,7 +573,8 @@ class Communicator:
         """Run a launch to its end; raise what any rank raised in it."""
         generation = self._signals.generation + 1
         self._pages[self.rank].set_text(generation, what)
-        status = (self.hooks.run or kernel.run)(request)
+        with self._in_call:
+            status = (self.hooks.run or kernel.run)(request)
         if status:
             error = errors.OutOfMemoryError(f"rank {self.rank}: {what}: {os.strerror(status)}")
             self.refuse(error)
@@ -607,6 +615,11 @@ class Communicator:
             )
         if self._closed:
             raise ValueError(f"{what} on a closed communicator")
+        if self._in_call.locked():
+            raise errors.ConcurrentCallError(
+                f"{what} while another thread is in a call of this communicator: the ranks' calls "
+                "need one order; make them from one thread, or give each thread its communicator"
+            )
         self._raise_failure()
 
     def _failed(self) -> bool:

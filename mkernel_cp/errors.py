@@ -96,9 +96,8 @@ class OutOfMemoryError(Error, MemoryError):
 class CompileError(Error, RuntimeError):
     """A native source did not compile, or its result did not load.
 
-    Raised before anything is launched; the text has the command line and the compiler's own
-    words. The communicator stays usable when the ranks fail alike. When one rank fails alone its
-    peers raise `PeerError` and the communicator is closed.
+    Raised on every rank before anything is launched; the text has the rank that failed, the command
+    line and the compiler's own words. The communicator stays usable.
     """
 
 
@@ -107,15 +106,15 @@ class ConfigurationError(Error, RuntimeError):
 
     Raised for an environment variable with a value that is not allowed, a missing compiler, library
     or driver, or ranks that cannot reach each other; the text names what mends it. Most are raised
-    while a communicator is made, and then there is none. A later one is raised before anything is
-    launched, and leaves the communicator as `CompileError` does.
+    while a communicator is made, and then there is none; a missing compiler is found by the first
+    call that needs it, raised on every rank, and leaves the communicator usable.
     """
 
 
 class ConcurrentCallError(Error, RuntimeError):
-    """Two fused calls of one communicator ran at the same time.
+    """Two calls of one communicator were made at the same time.
 
-    Raised on every rank when captured graphs are replayed at once on different streams, so that
-    their calls have no order. The outputs of both are undefined or NaN. The communicator is closed
-    on all ranks.
+    Raised for the second one, when another thread of this process is in a call of the communicator.
+    It has done nothing, and the first goes on; but the other ranks may now wait for the call that
+    was refused, until a deadline.
     """

@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import worlds
-from shapes import DTYPES, cases, operands
+from shapes import DTYPES, Case, cases, operands
 
 import mkernel_cp as mk
 
@@ -38,6 +38,21 @@ def test_equals_reference(case):
             worlds.expected(case, seed, comm.rank).assert_close(out, f"rank {comm.rank}")
 
     worlds.run(case.world, program)
+
+
+@pytest.mark.operator
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 8, 147456), (17, 640, 4096), (127, 264, 72), (64, 1536, 16), (1000, 8, 72)],
+)
+def test_extreme_extents(m, n, k):
+    def program(comm):
+        counts = comm.row_counts(m)
+        case = Case("extreme", counts, k, (n,) * comm.size, "float16", "float16")
+        out = call(comm, case, 4)
+        worlds.expected(case, 4, comm.rank).assert_close(out)
+
+    worlds.run(2, program)
 
 
 @pytest.mark.operator

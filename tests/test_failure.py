@@ -323,3 +323,43 @@ def test_worlds_of_one_rank_need_no_peer():
         return mk.allgather_gemm(A, B, comm=comm)
 
     np.testing.assert_array_equal(worlds.run(1, program, entry_timeout=0.001)[0], 6.0)
+
+
+def test_a_second_thread_is_refused_while_a_call_runs():
+    def program(comm):
+        mk.allgather_gemm(A, B, comm=comm)
+        if comm.rank == 1:
+            time.sleep(0.5)
+        elif comm.rank == 0:
+            refused = []
+
+            def intrude():
+                time.sleep(0.2)
+                for call in (comm.barrier, lambda: mk.allgather_gemm(A, B, comm=comm)):
+                    with pytest.raises(mk.ConcurrentCallError, match="another thread"):
+                        call()
+                    refused.append(call)
+
+            thread = threading.Thread(target=intrude)
+            thread.start()
+            out = mk.allgather_gemm(A, B, comm=comm)
+            thread.join()
+            assert len(refused) == 2
+            return out
+        return mk.allgather_gemm(A, B, comm=comm)
+
+    for out in outcomes(2, program):
+        np.testing.assert_array_equal(out, 6.0)
+
+
+def test_two_communicators_called_in_another_order_end_in_the_deadline():
+    def main(mpi):
+        comms = [mk.Communicator(mpi, entry_timeout=0.5) for _ in range(2)]
+        order = comms if comms[0].rank == 0 else comms[::-1]
+        with pytest.raises(mk.TimeoutError, match="same calls"):
+            mk.allgather_gemm(A, B, comm=order[0])
+        for comm in comms:
+            with contextlib.suppress(mk.Error):
+                comm.close()
+
+    mk.LocalWorld(2).run(main)
