@@ -465,6 +465,7 @@ def test_hits_and_misses_are_logged(tmp_path, caplog):
 def test_kernels_are_found_in_a_wheel_and_in_a_checkout(tmp_path, place):
     package = tmp_path / "mkernel_cp"
     package.mkdir()
+    (package / "__init__.py").touch()  # or an installed package would win over this one
     for module in ("compiler", "settings", "errors"):
         shutil.copy(PACKAGE / f"{module}.py", package)
     if place is not None:

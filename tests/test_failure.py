@@ -27,6 +27,8 @@ def compiled():
 
 def outcomes(size, program, **options):
     """Run a program on every rank and return the exception of each, or its result."""
+    # A fault that goes unnoticed is to cost seconds, not ten minutes.
+    options = {"entry_timeout": 10, "progress_timeout": 10, **options}
 
     def main(mpi):
         comm = mk.Communicator(mpi, **options)
@@ -358,8 +360,10 @@ def test_two_communicators_called_in_another_order_end_in_the_deadline():
         order = comms if comms[0].rank == 0 else comms[::-1]
         with pytest.raises(mk.TimeoutError, match="same calls"):
             mk.allgather_gemm(A, B, comm=order[0])
+        both_have_failed.wait(60)
         for comm in comms:
             with contextlib.suppress(mk.Error):
                 comm.close()
 
+    both_have_failed = threading.Barrier(2)
     mk.LocalWorld(2).run(main)
