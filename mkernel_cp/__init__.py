@@ -19,6 +19,7 @@ from .errors import (
     TimeoutError,
 )
 from .local_world import LocalWorld
+from .module import Module
 from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
 from .plan import Options
 
@@ -34,6 +35,7 @@ __all__ = [
     "ConfigurationError",
     "Error",
     "LocalWorld",
+    "Module",
     "NetworkError",
     "Options",
     "OutOfMemoryError",

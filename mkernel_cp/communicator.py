@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import pickle
+import struct
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ import numpy as np
 
 from . import errors, failure, settings, structs
 from .failure import Awaited, Reason, Role
+from .host_kernel import HostKernel
 from .host_pages import (
     ANNOUNCED,
     READY,
@@ -583,6 +585,67 @@ class Communicator:
             self._raise_failure()
             raise errors.Error(f"{what}: the kernel ended without result or record")
 
+    def launch(
+        self,
+        kernel: HostKernel,
+        agents: int,
+        args: Sequence[Any] = (),
+        *,
+        operand: np.ndarray | None = None,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Run a kernel of one's own on every rank; collective, and a call like any operator's.
+
+        The kernel takes one struct: ``mk::World*``, ``mk::CallMessage``, and then `args`, 8 bytes
+        each. The message tells the peers where `operand` lies; it is for
+        ``mk::Launch::announce``, and its digest for ``await_call``.
+
+        Parameters
+        ----------
+        kernel : kernel of a `Module`
+        agents : int
+            How many of them; agents of one launch run at the same time.
+        args : sequence of numpy.ndarray, int or float
+            Arrays are passed as pointers.
+        operand : numpy.ndarray, optional
+            From `empty`, `zeros` or `asarray`: what peers may read; its rows must be contiguous.
+        shared_bytes : int, optional
+            Scratch memory of each agent.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If this rank's arguments are wrong; its peers raise `PeerError`.
+        Error
+            As for every operator.
+        """
+        what = f"launch of {kernel.name}"
+        with self.refusing_alone():
+            if operator.index(agents) < 1:
+                raise ValueError(f"agents={agents}: use at least 1")
+            message = structs.shared().CallMessage(digest=digest_of(what))
+            if operand is not None:
+                if not self.in_segment(operand) or operand.strides[-1] != operand.itemsize:
+                    raise ValueError(
+                        "operand: use an array from empty(), zeros() or asarray(), with contiguous "
+                        "rows, so that peers can read it"
+                    )
+                place = self._segments.locate(*extent(operand))
+                message.operand.segment, message.operand.offset = place.segment, place.offset
+                message.operand_pitch = operand.strides[0]
+            words = b"".join(map(_argument, args))
+            params = ctypes.create_string_buffer(
+                struct.pack("=Q", self.world_address) + bytes(message) + words,
+                8 + ctypes.sizeof(message) + len(words),
+            )
+            if len(params) != kernel.params_bytes:
+                raise ValueError(
+                    f"{what}: its struct has {kernel.params_bytes} bytes; World*, CallMessage and "
+                    f"{len(args)} arguments make {len(params)}"
+                )
+        request = self.prepare(kernel, params, agents, shared_bytes)
+        self.run(kernel, request, what)
+
     @contextlib.contextmanager
     def refusing_alone(self) -> Iterator[None]:
         """Run what one rank may refuse by itself; if it does, tell the peers why."""
@@ -833,6 +896,20 @@ def _raise_out_of_memory(problems: Sequence[str | None]) -> None:
     for rank, problem in enumerate(problems):
         if problem:
             raise errors.OutOfMemoryError(f"rank {rank}: {problem}")
+
+
+def _argument(value: Any) -> bytes:
+    """Return the 8 bytes by which a kernel gets an argument."""
+    if isinstance(value, np.ndarray):
+        return struct.pack("=Q", value.ctypes.data)
+    if isinstance(value, float | np.floating):
+        return struct.pack("=d", value)
+    try:
+        return struct.pack("=q", operator.index(value))
+    except (TypeError, struct.error):
+        raise TypeError(
+            f"argument {value!r}: use an array, a float, or an integer of 64 bits"
+        ) from None
 
 
 def _pattern(writer: int, reader: int) -> int:

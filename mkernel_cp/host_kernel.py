@@ -1,6 +1,7 @@
 """Kernels of the host target: compiled to a shared library, called through ctypes."""
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 from . import compiler, errors, structs
@@ -13,23 +14,30 @@ class HostKernel:
 
     Parameters
     ----------
+    source : path
+        The file that has it.
     name : str
-        Of the ``.cu`` file and of the kernel in it.
+        What its ``MK_KERNEL`` says.
     defines : mapping of str to str
-        Preprocessor definitions: its dtypes.
-    params : type
-        The struct that it takes.
+        Preprocessor definitions.
+
+    Attributes
+    ----------
+    params_bytes : int
+        Size of the struct that it takes.
     """
 
-    def __init__(self, name: str, defines: Mapping[str, str], params: type[ctypes.Structure]):
-        library = compiler.host_library(compiler.kernel_source(name), defines=defines)
-        size = getattr(library, f"{name}_params_size")
-        size.restype = ctypes.c_uint64
-        if size() != ctypes.sizeof(params):
+    def __init__(self, source: str | os.PathLike[str], name: str, defines: Mapping[str, str]):
+        library = compiler.host_library(source, defines=defines)
+        self.name = name
+        try:
+            size = getattr(library, f"{name}_params_size")
+        except AttributeError:
             raise errors.CompileError(
-                f"{name}.cu takes a struct of {size()} bytes, Python passes "
-                f"{ctypes.sizeof(params)}: kernels and package are of different versions"
-            )
+                f"{os.fspath(source)} has no kernel {name}: define it with MK_KERNEL({name}, ...)"
+            ) from None
+        size.restype = ctypes.c_uint64
+        self.params_bytes = size()
         self._launch = getattr(library, f"{name}_launch")
         self._launch.argtypes = [ctypes.c_void_p]
         self._simulate = getattr(library, f"{name}_simulate")

@@ -28,3 +28,11 @@ def test_purification_of_a_degenerate_level_says_that_there_is_no_gap():
     done = mpirun(2, "-c", program, env={"PYTHONPATH": str(ROOT / "launch" / "examples")})
     assert done.returncode != 0
     assert "no gap above state 3" in done.stderr
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 5), (2, 64), (3, 3), (4, 101)])
+def test_heat(ranks, size):
+    program = ROOT / "launch" / "examples" / "heat.py"
+    done = mpirun(ranks, program, "--size", str(size), "--steps", "40")
+    assert done.returncode == 0, done.stderr
+    assert f"40 steps of {size} x {size} on {ranks} ranks" in done.stdout

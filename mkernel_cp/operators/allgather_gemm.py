@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from .. import compiler, structs
 from .. import plan as plans
-from .. import structs
 from ..communicator import Arena, Communicator, extent
 from ..host_kernel import HostKernel
 from ..memory import Location
@@ -296,7 +296,7 @@ class _Spec:
 def _kernel(spec: _Spec) -> HostKernel:
     types = {"MK_TYPE": spec.dtype, "MK_OUT_TYPE": spec.out_dtype}
     defines = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
-    return HostKernel("allgather_gemm", defines, structs.shared().AllGatherGemmParams)
+    return HostKernel(compiler.kernel_source("allgather_gemm"), "allgather_gemm", defines)
 
 
 def _set_matrix(to: Any, array: np.ndarray) -> None:

@@ -1,0 +1,132 @@
+"""Kernels of a user's own: compiled with the package's headers, launched like an operator."""
+
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+import mkernel_cp as mk
+import worlds
+
+SOURCE = """
+    #include <mkernel/roles.cuh>
+
+    namespace mk {
+
+    struct SumParams {
+        World* world;
+        CallMessage message;
+        double* own;
+        double* out;   // (size, count): every rank's
+        i64 count;
+        double factor;
+    };
+
+    // Every rank reads every other rank's array.
+    MK_KERNEL(gather_scaled, SumParams, p) {
+        Launch launch(p.world, {1, 0});
+        launch.announce(p.message);
+        for (u64 step = 0; step < launch.size(); ++step) {
+            u64 peer = (launch.rank() + step) % launch.size();
+            const double* theirs = p.own;
+            if (step > 0) {
+                if (!launch.await_call(peer, p.message.digest)) break;
+                theirs = static_cast<double*>(launch.at(peer, launch.message_of(peer).operand));
+            }
+            for (i64 i = launch.agent().lane(); i < p.count; i += launch.agent().lanes())
+                p.out[i64(peer) * p.count + i] = FACTOR * p.factor * theirs[i];
+            launch.agent().sync();
+            if (step > 0) launch.have_read(peer, 1);
+        }
+        launch.finish();
+    }
+
+    }  // namespace mk
+"""
+COUNT = 17
+
+
+@pytest.fixture
+def module(tmp_path):
+    path = tmp_path / "gather.cu"
+    path.write_text(textwrap.dedent(SOURCE))
+    return mk.Module(path, defines={"FACTOR": 2})
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("size", worlds.SIZES)
+def test_a_kernel_of_ones_own_meets_its_peers(module, size, lanes):
+    def program(comm):
+        worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000, 0))
+        kernel = module.kernel("gather_scaled")
+        own = comm.empty(COUNT)
+        for step in range(20):
+            own[...] = np.arange(COUNT) + 100 * comm.rank + 1000 * step
+            out = worlds.nan_filled((size, COUNT), np.float64)
+            comm.launch(kernel, 1, (own, out, COUNT, 0.5), operand=own)
+            own[...] = np.nan
+            ranks = np.arange(size)[:, None]
+            np.testing.assert_array_equal(out, np.arange(COUNT) + 100 * ranks + 1000 * step)
+
+    worlds.run(size, program)
+
+
+def test_launches_and_operators_take_turns(module):
+    def program(comm):
+        kernel = module.kernel("gather_scaled")
+        own, out = comm.zeros(COUNT), np.empty((2, COUNT))
+        a, b = np.ones((3, 4)), np.ones((4, 5))
+        for _ in range(5):
+            comm.launch(kernel, 1, (own, out, COUNT, 1.0), operand=own)
+            np.testing.assert_array_equal(mk.allgather_gemm(a, b, comm=comm), 4.0)
+            np.testing.assert_array_equal(out, 0.0)
+
+    worlds.run(2, program)
+
+
+def test_wrong_arguments_leave_the_communicator_usable(module):
+    def program(comm):
+        kernel = module.kernel("gather_scaled")
+        own, out = comm.zeros((2, COUNT)), np.empty((2, COUNT))
+        args = (own, out, COUNT, 1.0)
+        for wrong, keywords, kind, text in (
+            (args[:3], {}, ValueError, "3 arguments"),
+            ((*args[:3], "x"), {}, TypeError, "argument 'x'"),
+            ((*args[:2], 1 << 70, 1.0), {}, TypeError, "64 bits"),
+            (args, {"operand": np.zeros(COUNT)}, ValueError, r"empty\(\), zeros\(\)"),
+            (args, {"operand": own.T}, ValueError, "contiguous"),
+        ):
+            with pytest.raises(kind, match=text):
+                comm.launch(kernel, 1, wrong, **keywords)
+        with pytest.raises(ValueError, match="at least 1"):
+            comm.launch(kernel, 0, args, operand=own[0])
+        comm.launch(kernel, 1, args, operand=own[0])
+        np.testing.assert_array_equal(out, 0.0)
+
+    worlds.run(2, program)
+
+
+def test_a_rank_that_does_not_launch_is_named(module):
+    def main(mpi):
+        comm = mk.Communicator(mpi, entry_timeout=0.3)
+        kernel = module.kernel("gather_scaled")
+        own = comm.zeros(COUNT)
+        if comm.rank == 0:
+            with pytest.raises(mk.TimeoutError, match="launch of gather_scaled.*rank 1"):
+                comm.launch(kernel, 1, (own, np.empty((2, COUNT)), COUNT, 1.0), operand=own)
+        everybody.wait(30)
+        with pytest.raises(mk.TimeoutError):
+            comm.close()
+
+    everybody = threading.Barrier(2)
+    mk.LocalWorld(2).run(main)
+
+
+def test_a_source_that_has_no_such_kernel_or_does_not_compile(module, tmp_path):
+    with pytest.raises(mk.CompileError, match="no kernel other"):
+        module.kernel("other")
+    broken = tmp_path / "broken.cu"
+    broken.write_text("#include <mkernel/roles.cuh>\nnonsense\n")
+    with pytest.raises(mk.CompileError, match="nonsense"):
+        mk.Module(broken).kernel("any")
