@@ -5,9 +5,9 @@ import threading
 
 import numpy as np
 import pytest
+import worlds
 
 import mkernel_cp as mk
-import worlds
 
 SOURCE = """
     #include <mkernel/roles.cuh>
@@ -113,7 +113,7 @@ def test_a_rank_that_does_not_launch_is_named(module):
         kernel = module.kernel("gather_scaled")
         own = comm.zeros(COUNT)
         if comm.rank == 0:
-            with pytest.raises(mk.TimeoutError, match="launch of gather_scaled.*rank 1"):
+            with pytest.raises(mk.TimeoutError, match=r"launch of gather_scaled.*rank 1"):
                 comm.launch(kernel, 1, (own, np.empty((2, COUNT)), COUNT, 1.0), operand=own)
         everybody.wait(30)
         with pytest.raises(mk.TimeoutError):
