@@ -700,6 +700,7 @@ class Communicator:
 
     def _fail(self, reason: Reason, peer: int, generation: int, waited: float = 0.0) -> None:
         """Record a failure that the host saw, tell all ranks, and raise it."""
+        self._raise_failure()  # of another rank, perhaps the cause of what was seen here
         page = self._pages[self.rank]
         if self._signals.failures_word[0] == 0:
             self._signals.failures_word[0] = 1
@@ -794,7 +795,8 @@ class _Lost:
             return
         generation = self._signals.generation + 1
         write_record(own, by_watcher=True, reason=Reason.LOST, peer=peer, generation=generation)
-        abort([own], self._rank, by_watcher=True)
+        # The others' too: this rank may be gone before they notice the first loss themselves.
+        abort([own, *self._pages], self._rank, by_watcher=True)
 
 
 class _End:

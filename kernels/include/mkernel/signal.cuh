@@ -146,6 +146,7 @@ private:
     // Writes this rank's record, if it is the first, and then the abort words of all ranks. Always false.
     MK_DEVICE bool fail(Reason reason, Subject subject, u64 expected, u64 seen, u64 waited_ns) {
         HostPage* own = world_.pages[rank()];
+        if (load_acquire(&own->abort)) return false;  // another's failure, perhaps the cause of this one
         if (fetch_add(world_.failures, 1) == 0) {
             Record& record = own->by_kernel;
             record.reason = u64(reason);
