@@ -23,8 +23,9 @@ def mishap(what, folder, ranks=4):
 
 
 def left_behind():
-    """Shared-memory files that are not MPICH's own."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("mpich_shm")}
+    """Shared-memory files that are neither MPICH's nor Python's multiprocessing's."""
+    others = ("mpich", "sem.mp-", "psm_")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 
 
 @pytest.mark.mpi

@@ -16,7 +16,8 @@ def held():
     """Resident bytes, open files, threads, mappings, and files of shared memory."""
     time.sleep(0.5)  # a thread that has been joined may still be seen for a moment
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    ours = [name for name in os.listdir("/dev/shm") if not name.startswith("mpich")]
+    others = ("mpich", "sem.mp-", "psm_")
+    ours = [name for name in os.listdir("/dev/shm") if not name.startswith(others)]
     mappings = Path("/proc/self/maps").read_text().count("\n")
     threads = len(os.listdir("/proc/self/task"))
     return pages * resource.getpagesize(), len(os.listdir("/proc/self/fd")), threads, mappings, ours
