@@ -5,6 +5,7 @@ import worlds
 from shapes import DTYPES, cases, operands
 
 import mkernel_cp as mk
+from mkernel_cp.operators.operands import Operand
 
 CASES = [
     case for size in worlds.SIZES for case in cases(count=12, seed=size, world=size, largest=150)
@@ -147,7 +148,7 @@ def test_operands_in_a_segment_are_read_in_place():
             step = mk.AllGatherGemm(a, b, comm=comm)
             worlds.poison(comm)
             np.testing.assert_allclose(step(a, b), np.vstack(blocks) @ b, atol=1e-12)
-            in_place = step._operand(a)[2] is a
+            in_place = step._operand(Operand("a", a, comm.machine))[2].array is a
             assert in_place == (a.strides[1] == 8 or a.strides[0] == 8)
 
     worlds.run(3, program)
