@@ -18,8 +18,8 @@ from .errors import (
     PeerLostError,
     TimeoutError,
 )
+from .kernel import Kernel, Module
 from .local_world import LocalWorld
-from .module import Module
 from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
 from .plan import Options
 
@@ -34,6 +34,7 @@ __all__ = [
     "ConcurrentCallError",
     "ConfigurationError",
     "Error",
+    "Kernel",
     "LocalWorld",
     "Module",
     "NetworkError",

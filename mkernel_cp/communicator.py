@@ -20,7 +20,6 @@ import numpy as np
 
 from . import errors, failure, settings, structs
 from .failure import Awaited, Reason, Role
-from .host_kernel import HostKernel
 from .host_pages import (
     ANNOUNCED,
     READY,
@@ -32,9 +31,12 @@ from .host_pages import (
     signal,
     write_record,
 )
+from .kernel import Kernel
 from .links import SocketLinks
 from .memory import Heap, Segment, SegmentTable, round_up
 from .reference import array_split_counts
+from .targets import cuda
+from .targets.host import HostTarget
 from .watcher import Watcher
 
 _HEAP_GRAIN = 1 << 21
@@ -52,15 +54,12 @@ class TestHooks:
         Draws random yields and early copies; 0 for none.
     delay_ns : tuple of int
         Per role, up to how long its agents start late.
-    run : callable or None
-        Takes the place of running a launch: called with (kernel, launch struct), returns an errno.
     """
 
     __test__ = False  # not a test class, whatever pytest thinks of its name
     lanes: int = 1
     seed: int = 0
     delay_ns: tuple[int, ...] = (0, 0)
-    run: Callable[..., int] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,19 @@ class Communicator:
     comm : mpi4py.MPI.Intracomm or LocalComm, optional
         The ranks; duplicated. Default: ``MPI.COMM_WORLD``.
     target : {'auto', 'host', 'cuda'}, optional
-        What kernels are compiled for. 'auto' takes MKERNEL_TARGET; if that is unset, 'host', since
-        there is no 'cuda' target yet.
+        What kernels are compiled for. 'auto' takes MKERNEL_TARGET; if that is unset, 'cuda' if any
+        rank's host has an NVIDIA GPU, else 'host'. Ranks that are threads have 'host'.
+    device : int, optional
+        This rank's GPU, as CUDA counts; it becomes the current device. Default: by rank. Nothing
+        on the host target.
     nodes : int or sequence of int, optional
         Virtual nodes: their number, or the size of each. Default: MKERNEL_NODES, else the real
         nodes. More than one node needs a network path, which does not exist yet.
     entry_timeout, progress_timeout : float, optional
         Seconds that a call waits for a peer to enter it (default 600), and for a peer that has
         entered it to go on (default 30); 0 means no limit. MKERNEL_TIMEOUT changes the defaults.
+    oversubscribe : bool, optional
+        Let several ranks have one GPU, which is slow and meant for tests. Default: refuse that.
 
     Attributes
     ----------
@@ -111,7 +115,7 @@ class Communicator:
     node, num_nodes, local_rank, local_size : int
     target : str
     device : str
-        'cpu' on the host target.
+        'cpu' on the host target; number and name of the GPU on the cuda target.
     mpi : mpi4py.MPI.Intracomm or LocalComm
         The duplicate.
 
@@ -136,9 +140,11 @@ class Communicator:
         comm: Any = None,
         *,
         target: str = "auto",
+        device: int | None = None,
         nodes: int | Sequence[int] | None = None,
         entry_timeout: float | None = None,
         progress_timeout: float | None = None,
+        oversubscribe: bool = False,
     ):
         if comm is None:
             from mpi4py import MPI
@@ -146,6 +152,7 @@ class Communicator:
             comm = MPI.COMM_WORLD
         settings.warn_unknown()
         self._end: _End | None = None
+        self._machine: Any = None
         self._failure: errors.Error | None = None
         self._closed = False
         self._process = os.getpid()
@@ -153,7 +160,8 @@ class Communicator:
         self.mpi = comm.Dup()
         self.rank, self.size = self.mpi.Get_rank(), self.mpi.Get_size()
         try:
-            self._settle(target, nodes, entry_timeout, progress_timeout)
+            self._settle(target, nodes, entry_timeout, progress_timeout, oversubscribe)
+            self._choose_machine(device, oversubscribe)
             self._share_pages()
             self._self_test()
         except BaseException:
@@ -163,7 +171,9 @@ class Communicator:
 
     # --- construction: the only place that may block in MPI ---------------------------------------
 
-    def _settle(self, target: Any, nodes: Any, entry: Any, progress: Any) -> None:
+    def _settle(
+        self, target: Any, nodes: Any, entry: Any, progress: Any, oversubscribe: bool
+    ) -> None:
         """Agree on what all ranks must have alike."""
         local = self.mpi.Split_type(_shared_memory_type(self.mpi))
         fact: Any
@@ -176,106 +186,147 @@ class Communicator:
                     _seconds("entry_timeout", entry, defaults.entry),
                     _seconds("progress_timeout", progress, defaults.progress),
                 ),
+                "oversubscribe": bool(oversubscribe),
             }
         except (TypeError, ValueError, errors.Error) as error:
             fact = error
-        facts = self.mpi.allgather((fact, local.Get_size()))
+        facts = self.mpi.allgather((fact, local.Get_size(), cuda.has_gpu()))
         local.Free()
-        for rank, (fact, _) in enumerate(facts):
+        for rank, (fact, *_) in enumerate(facts):
             if isinstance(fact, Exception):
                 raise type(fact)(f"rank {rank}: {fact}")
+        threads = hasattr(self.mpi, "links")
+        automatic = "cuda" if any(has for *_, has in facts) and not threads else "host"
+        for fact, *_ in facts:
+            if fact["target"] == "auto":
+                fact["target"] = automatic
         first = facts[0][0]
-        for rank, (fact, _) in enumerate(facts):
+        for rank, (fact, *_) in enumerate(facts):
             if fact != first:
                 raise errors.ArgumentMismatchError(
                     f"Communicator() on rank 0 has {first}, on rank {rank} {fact}; give all ranks "
                     "the same arguments and the same MKERNEL_* variables"
                 )
-        if first["nodes"] != (self.size,) or any(size != self.size for _, size in facts):
+        if first["nodes"] != (self.size,) or any(size != self.size for _, size, _ in facts):
             raise errors.ConfigurationError(
                 f"{self.size} ranks are on more than one node (ranks per shared-memory node, as "
-                f"each rank sees it: {[size for _, size in facts]}; virtual nodes: "
+                f"each rank sees it: {[size for _, size, _ in facts]}; virtual nodes: "
                 f"{list(first['nodes'])}); there is no network path yet, so run all ranks on one "
                 "node and leave MKERNEL_NODES unset"
             )
-        self.target, self.device = first["target"], "cpu"
+        self.target = first["target"]
+        if self.target == "cuda" and threads:
+            raise errors.ConfigurationError(
+                "ranks that are threads share no GPU: use target='host' for them, or start "
+                "processes with mpirun"
+            )
         self.node, self.num_nodes = 0, 1
         self.local_rank, self.local_size = self.rank, self.size
         self._entry_seconds, self._progress_seconds = first["timeouts"]
 
-    def _share_pages(self) -> None:
-        mk = structs.shared()
+    def _choose_machine(self, device: int | None, oversubscribe: bool) -> None:
         links = getattr(self.mpi, "links", None)
         self._links = links() if links else SocketLinks(self.mpi)
+        if self.target == "cuda":
+            self._machine = cuda.CudaTarget(self.mpi, device, oversubscribe)
+        else:
+            self._machine = HostTarget(self._links)
+        self.device = self._machine.device
+
+    def _share_pages(self) -> None:
         self._watcher: Watcher | None = None
-        pages = self._exchange_blocking(HostPage.nbytes())
+        host = HostTarget(self._links)
+        pages = self._exchange_blocking(host, HostPage.nbytes())
         self._pages = [HostPage(segment) for segment in pages]
-        signals = self._exchange_blocking(SignalPage.nbytes(self.size))
+        self._page_addresses = self._machine.map_pages(self._pages, pages[0].nbytes)
+        signals = self._exchange_blocking(self._machine, SignalPage.nbytes(self.size))
         self._signal_pages = [SignalPage(segment, self.size) for segment in signals]
-        self._signals = self._signal_pages[self.rank]
-        self._outbox = [
-            mk.Inbox.from_address(page.inbox_address(self.rank)) for page in self._signal_pages
-        ]
+        self._signals = self._machine.signals(self._signal_pages[self.rank])
         self._segments = SegmentTable(self.rank, self.size)
         self._heap = Heap()
         self._arena: Arena | None = None
         self._agreements: dict[int, Any] = {}
         self.plans: dict[Any, Any] = {}
+        self._kernels: dict[Kernel, Any] = {}
         self.hooks = TestHooks()
         self._make_world()
         if isinstance(self._links, SocketLinks):
             watch = _Lost(self._pages, self.rank, self._signals)
             self._watcher = Watcher(self._links.sockets, self._links.pids, watch)
             self._watcher.start()
-        self._end = _End(self._pages, self.rank, self._watcher, self._links)
+        self._end = _End(self._pages, self.rank, self._watcher, self._links, self._machine)
         # Also without close(); at exit, when finalizers do nothing any more, _at_exit sees to it.
         weakref.finalize(self, self._end).atexit = False
 
-    def _exchange_blocking(self, nbytes: int) -> list[Segment]:
-        segment, problem = None, None
+    def _exchange_blocking(self, machine: Any, nbytes: int) -> list[Segment]:
+        segment, ticket, problem = None, None, None
         try:
-            segment = Segment.create(nbytes)
+            segment = machine.create(nbytes)
+            ticket = machine.ticket(segment)
         except errors.OutOfMemoryError as error:
             problem = str(error)
-        problems = self.mpi.allgather(problem)
-        _raise_out_of_memory(problems)
-        return self._links.exchange(segment, lambda: None)
+        answers = self.mpi.allgather((problem, ticket))
+        _raise_out_of_memory([problem for problem, _ in answers])
+        return machine.open(segment, [ticket for _, ticket in answers], lambda: None)
 
     def _make_world(self) -> None:
         """Fill in the struct by which kernels know this communicator."""
-        mk, page = structs.shared(), self._signals
-        self._inbox_pointers = np.array([ctypes.addressof(box) for box in self._outbox], np.uint64)
-        self._page_pointers = np.array([page.address for page in self._pages], np.uint64)
+        mk, page, constant = structs.shared(), self._signal_pages[self.rank], self._machine.constant
+        outbox = [page.inbox_address(self.rank) for page in self._signal_pages]
+        self._pointers = {
+            "outbox": constant(np.array(outbox, np.uint64)),
+            "pages": constant(np.array(self._page_addresses, np.uint64)),
+            "segments": constant(self._segments.pointers),
+        }
         self._world = mk.World(
             rank=self.rank,
             size=self.size,
             entry_timeout_ns=int(self._entry_seconds * 1e9),
             progress_timeout_ns=int(self._progress_seconds * 1e9),
-            generation=page.generation_word.ctypes.data,
-            counters=page.counters.ctypes.data,
-            failures=page.failures_word.ctypes.data,
-            bytes_from_peers=page.bytes_word.ctypes.data,
+            generation=page.generation_word,
+            counters=page.counters,
+            failures=page.failures_word,
+            bytes_from_peers=page.bytes_word,
             inbox=page.inbox_address(0),
-            outbox=self._inbox_pointers.ctypes.data,
-            pages=self._page_pointers.ctypes.data,
+            **{name: pointers.address for name, pointers in self._pointers.items()},
         )
+        self._world_constant = constant(self._world)
+        self._delays: tuple[Any, ...] = ()
+
+    def _add_segments(self, segments: list[Segment]) -> int:
+        number = self._segments.add(segments)
+        self._tell_segments()
+        return number
+
+    def _tell_segments(self) -> None:
+        table = self._machine.constant(self._segments.pointers)
+        self._world.segments = table.address
+        self._world_constant.update()
+        self._pointers["segments"] = table
 
     def _self_test(self) -> None:
         """Write a pattern to every peer and read back what they wrote."""
-        for peer, box in enumerate(self._outbox):
-            box.reserved[0] = _pattern(self.rank, peer)
+        place, machine, pages = (
+            structs.shared().Inbox.reserved.offset,
+            self._machine,
+            self._signal_pages,
+        )
+        there = [page.inbox_address(self.rank) + place for page in pages]
+        here = [pages[self.rank].inbox_address(peer) + place for peer in range(self.size)]
+        machine.write_words(there, [_pattern(self.rank, peer) for peer in range(self.size)])
         self.mpi.allgather(None)
         wrong = [
             peer
             for peer in range(self.size)
-            if self._signals.inbox[peer].reserved[0] != _pattern(peer, self.rank)
-            or self._signal_pages[peer].inbox[self.rank].reserved[0] != _pattern(self.rank, peer)
+            if machine.word(here[peer]) != _pattern(peer, self.rank)
+            or machine.word(there[peer]) != _pattern(self.rank, peer)
         ]
         results = self.mpi.allgather(wrong)
         if any(results):
             raise errors.ConfigurationError(
-                "shared memory does not carry data between these ranks (reader: writers): "
-                f"{ {rank: bad for rank, bad in enumerate(results) if bad} }"
+                f"{self.target} memory does not carry data between these ranks (reader: writers): "
+                f"{ {rank: bad for rank, bad in enumerate(results) if bad} }; between GPUs the "
+                "usual cause is an IOMMU or PCIe access control (ACS) that is switched on"
             )
 
     # --- topology ---------------------------------------------------------------------------------
@@ -353,8 +404,9 @@ class Communicator:
         full = self.agree("empty(), zeros() or asarray()", lambda: not self._heap.fits(nbytes))
         if any(full):
             segments = self._share(round_up(max(nbytes, 1), _HEAP_GRAIN))
-            self._segments.add(segments)
+            self._add_segments(segments)
             self._heap.add(segments[self.rank])
+        self._machine.begin()  # a launch may still use what the room held before
         if order == "F":
             return self._heap.allocate(shape[::-1], dtype).T
         return self._heap.allocate(shape, dtype)
@@ -362,7 +414,7 @@ class Communicator:
     def zeros(self, shape: Any, dtype: Any = np.float64, order: str = "C") -> np.ndarray:
         """Return an array of zeros that peers can read in place; see `empty`."""
         array = self.empty(shape, dtype, order)
-        array[...] = np.zeros((), array.dtype)
+        self._machine.zero(array)
         return array
 
     def asarray(self, a: Any, dtype: Any = None) -> np.ndarray:
@@ -371,14 +423,14 @@ class Communicator:
         Collective; see `empty`. A copy has the order of `a`, without gaps between its rows.
         """
         with self.refusing_alone():
-            a = np.asarray(a, dtype)
-        here = a.size == 0 or self.in_segment(a)
+            a = self._machine.asarray(a, dtype)
+        here = a.size == 0 or self.in_segment(self._machine.shadow(a))
         steps = [abs(step) for extent, step in zip(a.shape, a.strides, strict=True) if extent > 1]
         fortran = len(steps) > 1 and steps == sorted(steps)
         copy = self.empty(0 if here else a.shape, a.dtype, "F" if fortran else "C")
         if here:
             return a
-        copy[...] = a
+        self._machine.copy(copy, a)
         return copy
 
     # --- agreement of the hosts -------------------------------------------------------------------
@@ -400,11 +452,9 @@ class Communicator:
     def _agree(self, what: str, work: Callable[[], Any]) -> list[Any]:
         generation = self._signals.generation + 1
         digest = digest_of(what)
-        self._pages[self.rank].set_text(generation, what)
-        for peer in self._peers():
-            box = self._outbox[peer]
-            box.message.digest = digest
-            box.called = signal(generation, ANNOUNCED)
+        page = self._pages[self.rank]
+        page.set_text(generation, what)
+        page.call(generation, ANNOUNCED, digest)
         try:
             try:
                 data = pickle.dumps((digest, work()))
@@ -419,6 +469,7 @@ class Communicator:
             if theirs != digest:
                 self._fail(Reason.MISMATCH, rank, generation)
             values.append(value)
+        page.call(generation, READY, digest)
         self._signals.advance()
         return values
 
@@ -452,39 +503,40 @@ class Communicator:
         """Raise if this agreement cannot come about any more."""
         self._raise_failure()
         for peer in self._peers():
-            inbox = self._signals.inbox[peer]
-            called = inbox.called
+            closed = self._pages[peer].words.closed  # looked at first: what it called came before
+            called = self._pages[peer].words.called
             if called >> 32 > generation:
                 continue  # it has all our data, and went on
             if called == signal(generation, REFUSED):
                 self._fail(Reason.REFUSED, peer, generation)
-            closed = self._pages[peer].words.closed
-            if called == signal(generation, ANNOUNCED):
-                # It agrees too; the answers tell on what. Once it has them it may well close.
-                if closed and self._signal_pages[peer].generation < generation:
-                    self._fail(Reason.CLOSED, peer, generation)
-                continue
             if called == signal(generation, READY):
-                # A kernel waits for us; what it calls is no agreement.
-                self._fail(Reason.MISMATCH, peer, generation)
+                continue  # it has all our data, and may well have closed
             if closed:
                 self._fail(Reason.CLOSED, peer, generation)
+            if called == signal(generation, ANNOUNCED):
+                continue  # it agrees too; the answers tell on what
             if self._entry_seconds and waited > self._entry_seconds:
                 self._fail(Reason.ENTRY_TIMEOUT, peer, generation, waited)
 
     def _share(self, nbytes: int) -> list[Segment]:
         """Return a new segment of every rank; all ranks succeed or none does."""
+        machine = self._machine
         created: list[Segment] = []
         mapped: list[Segment] = []
+
+        def create() -> Any:
+            created.append(machine.create(nbytes))
+            return machine.ticket(created[0])
+
         try:
-            self.agree("to share memory", lambda: created.append(Segment.create(nbytes)))
+            tickets = self.agree("to share memory", create)
         except BaseException:
             for segment in created:
-                segment.close_fd()
+                machine.discard(segment)
             raise
         self.agree(
             "to map shared memory",
-            lambda: mapped.extend(self._links.exchange(created[0], self._raise_failure)),
+            lambda: mapped.extend(machine.open(created[0], tickets, self._raise_failure)),
         )
         return mapped
 
@@ -524,9 +576,12 @@ class Communicator:
         nbytes = max(nbytes, old.nbytes if old else 0)
         segments = self._share(Arena.data_offset_for(signals) + nbytes)
         if old:
-            # Nobody uses it: every rank has come here, so every earlier call is over.
-            self._segments.remove(old.number)
-        self._arena = Arena(self._segments.add(segments), signals, nbytes)
+            # Nobody uses it once all ranks have come here and their earlier calls are over.
+            unused = self._segments.remove(old.number)
+            self._machine.wait()
+            self.agree("to let go of memory", lambda: self._machine.unmap(unused))
+            self._machine.discard(unused[self.rank])
+        self._arena = Arena(self._add_segments(segments), signals, nbytes)
 
     @property
     def arena(self) -> Arena | None:
@@ -538,8 +593,16 @@ class Communicator:
         """Every rank's segments."""
         return self._segments
 
+    @property
+    def machine(self) -> Any:
+        """The target: memory, arrays and launches."""
+        return self._machine
+
     def in_segment(self, a: np.ndarray) -> bool:
-        """Return whether all of a user's array lies in a heap segment, where peers can read it."""
+        """Return whether all of a user's array lies in a heap segment, where peers can read it.
+
+        `a` is the array or its shadow.
+        """
         place = self._segments.locate(*extent(a)) if a.size else None
         return place is not None and (self._arena is None or place.segment != self._arena.number)
 
@@ -551,19 +614,22 @@ class Communicator:
     @property
     def world_address(self) -> int:
         """Address of the ``World`` struct."""
-        return ctypes.addressof(self._world)
+        return self._world_constant.address
 
     @property
     def bytes_from_peers(self) -> int:
         """Bytes that kernels have brought here from peers, as they counted them."""
-        return int(self._signals.bytes_word[0])
+        return self._machine.word(self._signal_pages[self.rank].bytes_word)
 
     def prepare(self, kernel: Any, params: ctypes.Structure, agents: int, shared_bytes: int) -> Any:
         """Return the launch struct for a kernel; keeps `params` alive."""
-        self._world.segments = self._segments.pointers.ctypes.data
-        for role, delay in enumerate(self.hooks.delay_ns):
-            self._world.delay_ns[role] = delay
-        self._world.delay_seed = self.hooks.seed * self.size + self.rank
+        delays = self.hooks.delay_ns, self.hooks.seed
+        if delays != self._delays:
+            self._delays = delays
+            for role, delay in enumerate(self.hooks.delay_ns):
+                self._world.delay_ns[role] = delay
+            self._world.delay_seed = self.hooks.seed * self.size + self.rank
+            self._world_constant.update()
         return kernel.request(params, agents, self.hooks.lanes, shared_bytes, self._lane_seed())
 
     def _lane_seed(self) -> int:
@@ -572,26 +638,27 @@ class Communicator:
         return (self.hooks.seed * self.size + self.rank) * 1_000_003 + self._signals.generation + 1
 
     def run(self, kernel: Any, request: Any, what: str) -> None:
-        """Run a launch to its end; raise what any rank raised in it."""
+        """Launch; raise what any rank raised in it as far as this target waits for that."""
         generation = self._signals.generation + 1
         self._pages[self.rank].set_text(generation, what)
-        with self._in_call:
-            status = (self.hooks.run or kernel.run)(request)
-        if status:
-            error = errors.OutOfMemoryError(f"rank {self.rank}: {what}: {os.strerror(status)}")
+        try:
+            with self._in_call:
+                self._machine.launch(kernel, request)
+        except OSError as reason:
+            error = errors.OutOfMemoryError(f"rank {self.rank}: {what}: {reason.strerror}")
             self.refuse(error)
-            raise error
-        if self._signals.generation != generation:
+            raise error from None
+        if not self._signals.launched(generation):
             self._raise_failure()
             raise errors.Error(f"{what}: the kernel ended without result or record")
 
     def launch(
         self,
-        kernel: HostKernel,
+        kernel: Kernel,
         agents: int,
         args: Sequence[Any] = (),
         *,
-        operand: np.ndarray | None = None,
+        operand: Any = None,
         shared_bytes: int = 0,
     ) -> None:
         """Run a kernel of one's own on every rank; collective, and a call like any operator's.
@@ -602,12 +669,13 @@ class Communicator:
 
         Parameters
         ----------
-        kernel : kernel of a `Module`
+        kernel : Kernel
+            Of a `Module`; compiled by its first launch.
         agents : int
             How many of them; agents of one launch run at the same time.
-        args : sequence of numpy.ndarray, int or float
+        args : sequence of array, int or float
             Arrays are passed as pointers.
-        operand : numpy.ndarray, optional
+        operand : array, optional
             From `empty`, `zeros` or `asarray`: what peers may read; its rows must be contiguous.
         shared_bytes : int, optional
             Scratch memory of each agent.
@@ -624,7 +692,9 @@ class Communicator:
             if operator.index(agents) < 1:
                 raise ValueError(f"agents={agents}: use at least 1")
             message = structs.shared().CallMessage(digest=digest_of(what))
+            loaded = self._load(kernel)
             if operand is not None:
+                operand = self._machine.shadow(self._machine.array("operand", operand))
                 if not self.in_segment(operand) or operand.strides[-1] != operand.itemsize:
                     raise ValueError(
                         "operand: use an array from empty(), zeros() or asarray(), with contiguous "
@@ -633,18 +703,45 @@ class Communicator:
                 place = self._segments.locate(*extent(operand))
                 message.operand.segment, message.operand.offset = place.segment, place.offset
                 message.operand_pitch = operand.strides[0]
-            words = b"".join(map(_argument, args))
+            words = b"".join(map(self._argument, args))
             params = ctypes.create_string_buffer(
                 struct.pack("=Q", self.world_address) + bytes(message) + words,
                 8 + ctypes.sizeof(message) + len(words),
             )
-            if len(params) != kernel.params_bytes:
+            if len(params) != loaded.params_bytes:
                 raise ValueError(
-                    f"{what}: its struct has {kernel.params_bytes} bytes; World*, CallMessage and "
+                    f"{what}: its struct has {loaded.params_bytes} bytes; World*, CallMessage and "
                     f"{len(args)} arguments make {len(params)}"
                 )
-        request = self.prepare(kernel, params, agents, shared_bytes)
-        self.run(kernel, request, what)
+            capacity = loaded.capacity(shared_bytes)
+            if agents > capacity:
+                raise ValueError(
+                    f"agents={agents}: {self.device} runs {capacity} of {kernel.name} at a time"
+                )
+        self._machine.begin()
+        request = self.prepare(loaded, params, agents, shared_bytes)
+        self.run(loaded, request, what)
+
+    def _load(self, kernel: Kernel) -> Any:
+        if kernel not in self._kernels:
+            self._kernels[kernel] = self._machine.kernel(
+                kernel.source, kernel.name, dict(kernel.defines)
+            )
+        return self._kernels[kernel]
+
+    def _argument(self, value: Any) -> bytes:
+        """Return the 8 bytes by which a kernel gets an argument."""
+        if isinstance(value, float | np.floating):
+            return struct.pack("=d", value)
+        if not hasattr(value, "shape") or isinstance(value, np.generic):
+            try:
+                return struct.pack("=q", operator.index(value))
+            except (TypeError, struct.error):
+                raise TypeError(
+                    f"argument {value!r}: use an array, a float, or an integer of 64 bits"
+                ) from None
+        array = self._machine.shadow(self._machine.array("argument", value))
+        return struct.pack("=Q", array.ctypes.data)
 
     @contextlib.contextmanager
     def refusing_alone(self) -> Iterator[None]:
@@ -661,8 +758,7 @@ class Communicator:
         generation = self._signals.generation + 1
         text = f"{type(error).__name__}: {error}"
         self._pages[self.rank].set_text(generation, text)
-        for peer in self._peers():
-            self._outbox[peer].called = signal(generation, REFUSED)
+        self._pages[self.rank].call(generation, REFUSED)
         self._signals.advance()
 
     def _peers(self) -> Iterator[int]:
@@ -702,8 +798,7 @@ class Communicator:
         """Record a failure that the host saw, tell all ranks, and raise it."""
         self._raise_failure()  # of another rank, perhaps the cause of what was seen here
         page = self._pages[self.rank]
-        if self._signals.failures_word[0] == 0:
-            self._signals.failures_word[0] = 1
+        if not page.words.by_kernel.written:
             write_record(
                 page,
                 by_watcher=False,
@@ -713,18 +808,20 @@ class Communicator:
                 awaited=Awaited.AGREEMENT,
                 peer=peer,
                 expected=signal(generation, ANNOUNCED),
-                seen=self._signals.inbox[peer].called,
+                seen=self._pages[peer].words.called,
                 waited_ns=int(waited * 1e9),
             )
             abort([page, *self._pages], self.rank)
         self._raise_failure()
 
     def synchronize(self) -> None:
-        """Raise the failure of an earlier call, if there was one. Local.
+        """Wait for the calls of this rank, and raise the failure of one, if there was one. Local.
 
         On the host target a call returns when it is complete, so there is nothing to wait for.
         """
         self._begin("synchronize()")
+        self._machine.wait()
+        self._raise_failure()
 
     def barrier(self) -> None:
         """Return when all ranks have called it; under the deadlines of a call, as MPI's is not."""
@@ -742,6 +839,7 @@ class Communicator:
         """
         if self._closed:
             return
+        self._machine.wait()
         pending = self._pending()
         self._end.reported = True
         self._dismantle()
@@ -755,6 +853,7 @@ class Communicator:
         if value is None:
             self.close()
         elif not self._closed:
+            self._machine.wait()
             self._pending()
             self._end.reported = True
             self._dismantle()
@@ -767,6 +866,8 @@ class Communicator:
         if self._end is not None:
             self._end()
             self._segments, self._heap = SegmentTable(self.rank, self.size), Heap()
+        elif self._machine is not None:
+            self._machine.close()
         if self._failure is None and self._process == os.getpid() and not _finalized(self.mpi):
             self.mpi.Free()
 
@@ -785,7 +886,7 @@ class _Raised:
 class _Lost:
     """What the watcher does about a lost peer; holds no communicator, so it keeps none alive."""
 
-    def __init__(self, pages: Sequence[HostPage], rank: int, signals: SignalPage):
+    def __init__(self, pages: Sequence[HostPage], rank: int, signals: Any):
         self._pages, self._rank, self._signals = pages, rank, signals
 
     def __call__(self, peer: int) -> None:
@@ -802,8 +903,16 @@ class _Lost:
 class _End:
     """Lets go of a communicator's threads and sockets; holds no communicator either."""
 
-    def __init__(self, pages: Sequence[HostPage], rank: int, watcher: Watcher | None, links: Any):
+    def __init__(
+        self,
+        pages: Sequence[HostPage],
+        rank: int,
+        watcher: Watcher | None,
+        links: Any,
+        machine: Any,
+    ):
         self._pages, self._rank, self._watcher, self._links = pages, rank, watcher, links
+        self._machine = machine
         self._process = os.getpid()
         self._over = False
         self.reported = False
@@ -812,11 +921,13 @@ class _End:
         if self._over or self._process != os.getpid():
             return  # in a forked child all of it is its parent's
         self._over = True
+        self._machine.wait()
         # Peers see that it has closed before they see its sockets end.
         self._pages[self._rank].words.closed = 1
         if self._watcher is not None:
             self._watcher.stop()
         self._links.close()
+        self._machine.close()
         error = _failure_in(self._pages, self._rank)
         if error is not None and not self.reported:
             _unreported.append(f"{type(error).__name__}: {error}")
@@ -857,12 +968,7 @@ def _target(target: str) -> str:
     if target not in settings.TARGETS:
         allowed = ", ".join(settings.TARGETS)
         raise ValueError(f"target {target!r}: not allowed; use one of {allowed}")
-    target = settings.target() if target == "auto" else target
-    if target == "cuda":
-        raise errors.ConfigurationError(
-            "there is no cuda target yet; use target='host' (or MKERNEL_TARGET=host)"
-        )
-    return "host"
+    return settings.target() if target == "auto" else target
 
 
 def _nodes(nodes: Any, size: int) -> tuple[int, ...]:
@@ -898,20 +1004,6 @@ def _raise_out_of_memory(problems: Sequence[str | None]) -> None:
     for rank, problem in enumerate(problems):
         if problem:
             raise errors.OutOfMemoryError(f"rank {rank}: {problem}")
-
-
-def _argument(value: Any) -> bytes:
-    """Return the 8 bytes by which a kernel gets an argument."""
-    if isinstance(value, np.ndarray):
-        return struct.pack("=Q", value.ctypes.data)
-    if isinstance(value, float | np.floating):
-        return struct.pack("=d", value)
-    try:
-        return struct.pack("=q", operator.index(value))
-    except (TypeError, struct.error):
-        raise TypeError(
-            f"argument {value!r}: use an array, a float, or an integer of 64 bits"
-        ) from None
 
 
 def _pattern(writer: int, reader: int) -> int:

@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import platform
@@ -22,6 +23,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import types
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +51,9 @@ _X86_LEVELS = {
 _INCLUDE = re.compile(
     rb'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>|(\w+))', re.MULTILINE
 )
+
+# "0 bytes spill stores" is no loss; C75xx are ptxas's notes on wgmma and setmaxnreg.
+_LOSS = re.compile(r"[1-9]\d* bytes spill|\bC75\d\d\b|serializ|setmaxnreg.*ignored")
 
 _kernels_override: Path | None = None
 _sanitize_override: str | None = None
@@ -168,6 +173,133 @@ def host_library_path(
         return _cached(entry.file_name, entry.name, entry.build)
 
 
+def cubin(
+    source: str | os.PathLike[str],
+    arch: str,
+    *,
+    defines: Mapping[str, str | int] | None = None,
+    options: Sequence[str] = (),
+) -> Path:
+    """Compile a ``.cu`` file for a GPU with NVRTC, unless the cache has it. Needs no GPU.
+
+    Parameters
+    ----------
+    source : path
+    arch : str
+        ``'sm_80'``, ``'sm_90a'`` and so on.
+    defines : mapping, optional
+        Preprocessor macros and their values.
+    options : sequence of str, optional
+        More options of NVRTC.
+
+    Returns
+    -------
+    pathlib.Path
+        The cubin. Machine code, not PTX: a driver may be older than NVRTC.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no NVRTC.
+    CompileError
+        If the source does not compile.
+    """
+    with _one_at_a_time:
+        entry = _CudaEntry(source, arch, defines, options)
+        return _cached(entry.file_name, entry.name, entry.build)
+
+
+def losses(log: str) -> list[str]:
+    """Return the lines in which ptxas says that it made code slow: spills, serialised multiplies.
+
+    Parameters
+    ----------
+    log : str
+        Of a compilation with ``--ptxas-options=-v``.
+    """
+    return [line.strip() for line in log.splitlines() if _LOSS.search(line)]
+
+
+class _CudaEntry:
+    """One source with its options, for NVRTC."""
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        arch: str,
+        defines: Mapping[str, str | int] | None,
+        options: Sequence[str],
+    ) -> None:
+        if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
+            raise ValueError(f"arch {arch!r}: not allowed; use one as sm_80 or sm_90a")
+        self.source = Path(source).absolute()
+        self.name = f"{self.source.stem} for {arch}"
+        self.nvrtc = nvrtc()
+        self.options = [
+            *("-std=c++17", f"--gpu-architecture={arch}", "--ptxas-options=-v", *options),
+            *_macros(defines),
+        ]
+        version = _answer(self.nvrtc, self.nvrtc.nvrtcVersion())
+        key = _key([*self.options, f"NVRTC {version}"], _texts(self.source, [include_dir()], set()))
+        self.file_name = f"{self.source.stem}-{arch}-{key}.cubin"
+
+    def build(self, output: Path) -> None:
+        options = [*self.options, f"-I{include_dir()}"]
+        code, log = nvrtc_compile(self.source, options)
+        if code is None:
+            raise CompileError(
+                f"{self.source} does not compile\nnvrtc {shlex.join(options)}\n{log}"
+            )
+        for line in losses(log):
+            logger.warning("%s: %s", self.name, line)
+        output.write_bytes(code)
+
+
+def nvrtc() -> types.ModuleType:
+    """Return cuda-python's bindings of NVRTC; ConfigurationError if it is not installed."""
+    try:
+        module = importlib.import_module("cuda.bindings.nvrtc")
+        _answer(module, module.nvrtcVersion())
+    except (ImportError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"no NVRTC, which compiles kernels for GPUs ({error}); install it with "
+            "pip install 'mkernel_cp[cu13]' (cu12 for a driver of CUDA 12)"
+        ) from None
+    return module
+
+
+def nvrtc_compile(
+    source: str | os.PathLike[str], options: Sequence[str]
+) -> tuple[bytes | None, str]:
+    """Return the cubin of a source, or None if it does not compile, and the compiler's log."""
+    library = nvrtc()
+
+    def output(what: str) -> bytes:
+        (size,) = _answer(library, getattr(library, f"nvrtcGet{what}Size")(program))
+        data = bytearray(size)
+        _answer(library, getattr(library, f"nvrtcGet{what}")(program, data))
+        return bytes(data)
+
+    text, name = Path(source).read_bytes(), os.fsencode(source)
+    (program,) = _answer(library, library.nvrtcCreateProgram(text, name, 0, None, None))
+    try:
+        encoded = [option.encode() for option in options]
+        (status,) = library.nvrtcCompileProgram(program, len(encoded), encoded)
+        log = output("ProgramLog").rstrip(b"\0").decode(errors="replace")
+        failed = status != library.nvrtcResult.NVRTC_SUCCESS
+        return None if failed else output("CUBIN"), log
+    finally:
+        library.nvrtcDestroyProgram(program)
+
+
+def _answer(library: types.ModuleType, result: tuple) -> tuple:
+    """Return the values of a call to NVRTC; RuntimeError for a status that is not success."""
+    status, *values = result
+    if status != library.nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(f"NVRTC: {status.name}")
+    return tuple(values)
+
+
 class _HostEntry:
     """One source with its options, for the system's C++ compiler."""
 
@@ -185,9 +317,7 @@ class _HostEntry:
         self.options = [*_HOST_OPTIONS, *_march()]
         if sanitize is not None:
             self.options += [f"-fsanitize={sanitize}", "-g"]
-        for name, value in sorted((defines or {}).items()):
-            # int() because the preprocessor takes the word True for 0.
-            self.options.append(f"-D{name}={value if isinstance(value, str) else int(value)}")
+        self.options += _macros(defines)
         self.key = _key(
             [*self.compiler[1:], *self.options, _identity(self.compiler), platform.machine()],
             _texts(self.source, self.folders, set()),
@@ -209,6 +339,14 @@ class _HostEntry:
             )
         if result.stdout:
             logger.info("compiler's remarks on %s:\n%s", self.name, result.stdout)
+
+
+def _macros(defines: Mapping[str, str | int] | None) -> list[str]:
+    # int() because the preprocessor takes the word True for 0.
+    return [
+        f"-D{name}={value if isinstance(value, str) else int(value)}"
+        for name, value in sorted((defines or {}).items())
+    ]
 
 
 def _find_cxx() -> tuple[str, ...]:

@@ -43,6 +43,10 @@ class HostKernel:
         self._simulate = getattr(library, f"{name}_simulate")
         self._simulate.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
+    def capacity(self, shared_bytes: int) -> int:
+        """Return how many agents with so much shared memory may run at a time."""
+        return 1 << 16
+
     @staticmethod
     def request(
         params: ctypes.Structure, agents: int, lanes: int, shared_bytes: int, seed: int

@@ -1,4 +1,8 @@
-"""Pages through which ranks of a node speak without MPI: signals, abort words, texts of calls."""
+"""Pages through which ranks of a node speak without MPI: signals, abort words, texts of calls.
+
+A `HostPage` is host memory on every target, as it is to work when a GPU does not. A `SignalPage` is
+where kernels look: its words are read and written here on the host target only.
+"""
 
 import ctypes
 import hashlib
@@ -9,7 +13,7 @@ import numpy as np
 from . import structs
 from .memory import Segment, round_up
 
-# Progress of Inbox.called, as in signal.cuh.
+# Progress of HostPage.called, as in signal.cuh.
 ANNOUNCED, READY, REFUSED = 1, 2, 3
 
 _LINE = 64
@@ -41,16 +45,13 @@ class SignalPage:
     _HEADER_LINES = 3
 
     def __init__(self, segment: Segment, size: int):
-        mk = structs.shared()
-        self._segment = segment
-        words = segment.bytes.view(np.uint64)
-        self.generation_word = words[0:1]
-        self.failures_word = words[8:9]
-        self.bytes_word = words[16:17]
-        start = self._HEADER_LINES * _LINE
-        self.counters = words[start // 8 : start // 8 + 2 * (1 + size)]
-        self._inbox_address = segment.address + start + round_up(self.counters.nbytes, _LINE)
-        self.inbox = (mk.Inbox * size).from_address(self._inbox_address)
+        self.segment = segment
+        self.generation_word = segment.address
+        self.failures_word = segment.address + _LINE
+        self.bytes_word = segment.address + 2 * _LINE
+        self.counters = segment.address + self._HEADER_LINES * _LINE
+        self.counters_nbytes = 16 * (1 + size)
+        self._inbox = self.counters + round_up(self.counters_nbytes, _LINE)
 
     @classmethod
     def nbytes(cls, size: int) -> int:
@@ -60,21 +61,11 @@ class SignalPage:
 
     def inbox_address(self, peer: int) -> int:
         """Return the address of what `peer` tells this rank."""
-        return self._inbox_address + peer * ctypes.sizeof(self.inbox[0])
-
-    @property
-    def generation(self) -> int:
-        """Of the last call or agreement that ended well."""
-        return int(self.generation_word[0])
-
-    def advance(self) -> None:
-        """Count a generation that no kernel ran for."""
-        self.counters[:] = 0
-        self.generation_word[0] += np.uint64(1)
+        return self._inbox + peer * ctypes.sizeof(structs.shared().Inbox)
 
 
 class HostPage:
-    """A rank's abort word and records, and the texts of its last calls, in host memory.
+    """A rank's abort word and records, its word to others, and the texts of its last calls.
 
     Parameters
     ----------
@@ -96,6 +87,11 @@ class HostPage:
         """Return the bytes that a page takes."""
         page = ctypes.sizeof(structs.shared().HostPage)
         return round_up(page, _LINE) + _TEXT_SLOTS * _TEXT_BYTES
+
+    def call(self, generation: int, progress: int, digest: int = 0) -> None:
+        """Tell all ranks what this one does in a generation in place of a launch."""
+        self.words.digest = digest
+        self.words.called = signal(generation, progress)
 
     def set_text(self, generation: int, text: str) -> None:
         """Say what this rank calls in a generation, or why it refuses to."""

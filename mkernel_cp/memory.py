@@ -1,7 +1,7 @@
 """Memory that peers of a node can reach: segments, the heap of user arrays, the arena of plans.
 
 On the host target a segment is an anonymous file in memory (memfd) that every peer maps. It has no
-name, so a killed process leaves nothing behind.
+name, so a killed process leaves nothing behind. `targets.cuda` has a segment of a GPU's memory.
 """
 
 import bisect
@@ -116,6 +116,11 @@ class Segment:
             ) from None
         return cls(fd, nbytes)
 
+    def block(self, address: int, nbytes: int) -> tuple[Any, np.ndarray]:
+        """Return an array of bytes in it, and what lives as long as any view of that."""
+        owner = _Block(address, nbytes, self)
+        return owner, np.asarray(owner)
+
     @property
     def fd(self) -> int:
         """The memory file, until `close_fd`."""
@@ -175,9 +180,9 @@ class Heap:
         if size > need:
             self._free.insert(index, (address + need, size - need))
         start = max(s for s in self._segments if s <= address)
-        block = _Block(address, nbytes, self._segments[start])
-        weakref.finalize(block, self._returned.append, (address, need)).atexit = False
-        return np.asarray(block).view(dtype).reshape(shape)
+        owner, flat = self._segments[start].block(address, nbytes)
+        weakref.finalize(owner, self._returned.append, (address, need)).atexit = False
+        return flat.view(dtype).reshape(shape)
 
     def _take_back(self) -> None:
         while self._returned:
@@ -225,10 +230,11 @@ class SegmentTable:
         self._update()
         return number
 
-    def remove(self, number: int) -> None:
-        """Forget the segments of a number, which may be used again."""
-        self._rows[number] = None
+    def remove(self, number: int) -> list[Segment]:
+        """Forget the segments of a number, which may be used again; return them."""
+        row, self._rows[number] = self._rows[number], None
         self._update()
+        return row
 
     def __getitem__(self, number: int) -> Segment:
         return self._rows[number][self._rank]

@@ -16,6 +16,8 @@ from .memory import round_up
 DTYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
 _NAMES = ", ".join(dtype.name for dtype in DTYPES)
 _LINE_ALIGNMENT = 64
+# Copying by registers, so many thread blocks fill a link.
+_MOVERS = 20
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,89 @@ def cpp_type(dtype: np.dtype) -> str:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """What a plan has to know of a GPU.
+
+    Attributes
+    ----------
+    arch : str
+        What kernels are compiled for, as 'sm_80'.
+    processors : int
+        Multiprocessors.
+    shared_bytes : int
+        The most shared memory of a thread block.
+    """
+
+    arch: str
+    processors: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class PortableTile:
+    """What engine/portable.cuh is compiled with.
+
+    Attributes
+    ----------
+    tile : tuple of int
+        (rows, columns, k).
+    stages : int
+        Panels of k in flight.
+    """
+
+    tile: tuple[int, int, int]
+    stages: int = 3
+
+    def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
+        """Return the shared memory of a thread block: the panels, or in their place the result."""
+        rows, columns, k = self.tile
+        ring = self.stages * (rows + columns) * k * dtype.itemsize
+        return max(ring, rows * (columns + 8) * out_dtype.itemsize)
+
+    def defines(self, dtype: np.dtype) -> dict[str, int]:
+        """Return the macros that say so; none for what the header takes by itself."""
+        if self == default_tile(dtype):
+            return {}
+        names = "MK_TILE_ROWS", "MK_TILE_COLUMNS", "MK_TILE_K", "MK_STAGES"
+        return dict(zip(names, (*self.tile, self.stages), strict=True))
+
+
+def default_tile(dtype: np.dtype) -> PortableTile:
+    """Return what engine/portable.cuh takes by itself."""
+    return PortableTile((128, 128 if dtype.itemsize == 8 else 256, 128 // dtype.itemsize))
+
+
+def portable_tile(
+    dtype: np.dtype, out_dtype: np.dtype, options: Options, shared_bytes: int
+) -> PortableTile:
+    """Choose the tile of engine/portable.cuh for a GPU with so much shared memory per block."""
+    if options.tile is None:
+        k = 128 // dtype.itemsize
+        smaller = (PortableTile((rows, 128, k)) for rows in (128, 64, 32))
+        candidates = [default_tile(dtype), *smaller]
+        fits = (t for t in candidates if t.shared_bytes(dtype, out_dtype) <= shared_bytes)
+        return next(fits, candidates[-1])
+    tile = PortableTile(options.tile)
+    least = max(128 // dtype.itemsize, 32), max(128 // dtype.itemsize, 64), 128 // dtype.itemsize
+    most = 4096 // dtype.itemsize
+    powers = all(extent & (extent - 1) == 0 for extent in tile.tile)
+    need = tile.shared_bytes(dtype, out_dtype)
+    if not powers or any(
+        not low <= extent <= most for extent, low in zip(tile.tile, least, strict=True)
+    ):
+        raise ValueError(
+            f"Options(tile={tile.tile}): a GPU needs powers of two, at least {least} and at most "
+            f"{most}, for {dtype.name}"
+        )
+    if need > shared_bytes:
+        raise ValueError(
+            f"Options(tile={tile.tile}) takes {need} bytes of shared memory, the GPU has "
+            f"{shared_bytes} per block: use a smaller one"
+        )
+    return tile
+
+
+@dataclass(frozen=True)
 class AllGatherGemmPlan:
     """The plan of `allgather_gemm` on one rank.
 
@@ -97,6 +182,8 @@ class AllGatherGemmPlan:
         (rows, k) of what a mover brings at a time.
     split : tuple of int
         (movers, compute): agents per role.
+    shared_bytes : int
+        Scratch memory of an agent.
     """
 
     rank: int
@@ -111,6 +198,7 @@ class AllGatherGemmPlan:
     tile: tuple[int, int, int]
     chunk: tuple[int, int]
     split: tuple[int, int]
+    shared_bytes: int
 
     @property
     def m(self) -> int:
@@ -145,13 +233,6 @@ class AllGatherGemmPlan:
         if self.n == 0:
             return 0
         return (self.m - self.row_counts[self.rank]) * self.k * self.dtype.itemsize
-
-    @property
-    def shared_bytes(self) -> int:
-        """Scratch memory of an agent: what gemm() of engine/host.cuh carves up."""
-        rows, columns, k = self.tile
-        accumulators = rows * columns + rows * k + k * columns
-        return accumulators * max(4, self.dtype.itemsize) + rows * columns * self.out_dtype.itemsize
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
@@ -201,21 +282,42 @@ def plan_allgather_gemm(
     out_dtype: np.dtype,
     by_columns: bool,
     options: Options,
+    gpu: Gpu | None = None,
+    capacity: int = 0,
 ) -> AllGatherGemmPlan:
-    """Choose a plan for the host target.
+    """Choose a plan: for a GPU that runs `capacity` agents at a time, or for the host target.
 
-    Two compute agents at most: the host target is for proving the protocol, and more threads than
-    cores only make ranks wait for each other.
+    On the host target, two compute agents at most: it is for proving the protocol, and more threads
+    than cores only make ranks wait for each other. On a GPU every multiprocessor gets an agent, as
+    far as there is work for it.
     """
     ranks = len(row_counts)
-    tile = options.tile or (64, 64, 64)
-    tile = tuple(
-        min(extent, max(1, limit))
-        for extent, limit in zip(tile, (max(row_counts), n, k), strict=True)
-    )
-    cores = len(os.sched_getaffinity(0))
+    chunk = chunk_shape(row_counts, k, dtype, options.chunk_bytes)
+    if gpu is None:
+        tile = options.tile or (64, 64, 64)
+        tile = tuple(
+            min(extent, max(1, limit))
+            for extent, limit in zip(tile, (max(row_counts), n, k), strict=True)
+        )
+        shared_bytes = _host_shared_bytes(tile, dtype, out_dtype)
+    else:
+        portable = portable_tile(dtype, out_dtype, options, gpu.shared_bytes)
+        tile, shared_bytes = portable.tile, portable.shared_bytes(dtype, out_dtype)
     tiles = sum(math.ceil(rows / tile[0]) for rows in row_counts) * math.ceil(n / tile[1])
-    movers, compute = options.split or (1, max(1, min(2, cores // ranks, tiles)))
+    if options.split:
+        movers, compute = options.split
+    elif gpu is None:
+        cores = len(os.sched_getaffinity(0))
+        movers, compute = 1, max(1, min(2, cores // ranks, tiles))
+    else:
+        chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
+        movers = max(1, min(_MOVERS, capacity // 2, chunks))
+        compute = max(1, min(capacity - (movers if ranks > 1 else 0), tiles))
+    split = (0 if ranks == 1 else movers, compute)
+    if gpu is not None and sum(split) > capacity:
+        raise ValueError(
+            f"Options(split={options.split}): the GPU runs {capacity} agents at a time; use fewer"
+        )
     return AllGatherGemmPlan(
         rank=rank,
         row_counts=row_counts,
@@ -224,9 +326,17 @@ def plan_allgather_gemm(
         dtype=dtype,
         out_dtype=out_dtype,
         by_columns=by_columns,
-        target="host",
-        engine="host",
+        target="cuda" if gpu else "host",
+        engine="portable" if gpu else "host",
         tile=tile,
-        chunk=chunk_shape(row_counts, k, dtype, options.chunk_bytes),
-        split=(0 if ranks == 1 else movers, compute),
+        chunk=chunk,
+        split=split,
+        shared_bytes=shared_bytes,
     )
+
+
+def _host_shared_bytes(tile: tuple[int, ...], dtype: np.dtype, out_dtype: np.dtype) -> int:
+    """Return what gemm() of engine/host.cuh carves up."""
+    rows, columns, k = tile
+    accumulators = rows * columns + rows * k + k * columns
+    return accumulators * max(4, dtype.itemsize) + rows * columns * out_dtype.itemsize

@@ -1,12 +1,65 @@
 """Fixtures of all tests."""
 
+import os
+
 import pytest
+import worlds
 
 from mkernel_cp import compiler
 
 
 def pytest_addoption(parser):
     parser.addoption("--kernels", help="folder of kernels to test in place of the package's own")
+    parser.addoption(
+        "--gpu",
+        action="store_true",
+        help="run the shared bodies on GPUs, as one rank of the world that mpirun started",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--gpu"):
+        from mpi4py import MPI
+
+        worlds.gpu_world = MPI.COMM_WORLD
+    else:
+        # A machine with a GPU would choose that, also in the programs that tests start.
+        os.environ["MKERNEL_TARGET"] = "host"
+
+
+def pytest_collection_modifyitems(config, items):
+    """On GPUs: the shared bodies for as many ranks as there are."""
+    if worlds.gpu_world is None:
+        return
+    here = [item for item in items if _world_of(item) == worlds.gpu_world.Get_size()]
+    config.hook.pytest_deselected([item for item in items if item not in here])
+    items[:] = here
+    config.expected = {item.nodeid for item in here}
+
+
+def _world_of(item):
+    marker = item.get_closest_marker("operator")
+    if marker is None:
+        return None
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    case = parameters.get("case")
+    return case.world if case else parameters.get("size") or marker.kwargs["world"]
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed:
+        _passed.add(report.nodeid)
+
+
+def pytest_sessionfinish(session):
+    """On GPUs a test that did not run is a failure."""
+    missing = getattr(session.config, "expected", set()) - _passed
+    if missing and not session.exitstatus:
+        print(f"did not run: {sorted(missing)}")
+        session.exitstatus = 1
+
+
+_passed = set()
 
 
 @pytest.fixture(scope="session", autouse=True)

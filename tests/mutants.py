@@ -44,18 +44,18 @@ MUTANTS = {
     ),
     "call-message wait": Mutant(
         H + "world.cuh",
-        "if (seen < target(u64(Called::announced))) return Poll::pending;",
-        "if (seen < target(u64(Called::announced))) return Poll::done;",
+        "if (seen < goal) return Poll::pending;",
+        "if (seen < goal) return Poll::done;",
     ),
     "call digest": Mutant(
         H + "world.cuh",
-        "if (inbox.message.digest != digest) return Poll::mismatch;",
-        "(void)digest;",
+        "return inbox.message.digest == digest ? Poll::done : Poll::mismatch;",
+        "return Poll::done;",
     ),
     "refusal": Mutant(
         H + "world.cuh",
-        "if (seen >= target(u64(Called::refused))) return Poll::refused;",
-        "",
+        "if (seen >= refused) return Poll::refused;\n                return load",
+        "return load",
     ),
     "completion wait": Mutant(H + "copy.cuh", "transfer_.finish(agent_);", ""),
     "release": Mutant(
@@ -77,15 +77,15 @@ MUTANTS = {
         H + "signal.cuh", "return generation_ << 32 | progress;", "return u64(1) << 32 | progress;"
     ),
     "abort look": Mutant(
-        H + "signal.cuh", "if (load_relaxed(&world_.pages[rank()]->abort)) return false;", ""
+        H + "signal.cuh", "if (load_relaxed(&world_.pages[rank()]->abort)) return give_up();", ""
     ),
     "abort of the others": Mutant(
         H + "signal.cuh", "if (load_relaxed(abort) == 0) store_release", "if (!abort) store_release"
     ),
     "closed look": Mutant(
         H + "signal.cuh",
-        "if (closed(subject.peer) && check(load_acquire(signal)) == Poll::pending)",
-        "if (false)",
+        "if (verdict == Poll::pending && alone)",
+        "if (false && alone)",
     ),
     "deadline": Mutant(
         H + "signal.cuh", "if (limit && now - clock.since > limit)", "if (limit > now)"

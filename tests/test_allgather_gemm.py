@@ -5,6 +5,7 @@ import worlds
 from shapes import DTYPES, Case, cases, operands
 
 import mkernel_cp as mk
+from mkernel_cp.operators.operands import Operand
 
 CASES = [
     case for size in worlds.SIZES for case in cases(count=12, seed=size, world=size, largest=150)
@@ -14,11 +15,11 @@ CASES = [
 def call(comm, case, seed, **keywords):
     """One call of a rank on poisoned memory, and its reference."""
     a_blocks, b_blocks = operands(case, seed, integers=keywords.pop("integers", False))
-    out = worlds.nan_filled((case.m, case.n_per_rank[comm.rank]), case.out_dtype)
+    out = worlds.put(comm, worlds.nan_filled((case.m, case.n_per_rank[comm.rank]), case.out_dtype))
     worlds.poison(comm)
     result = mk.allgather_gemm(
-        a_blocks[comm.rank],
-        b_blocks[comm.rank],
+        worlds.put(comm, a_blocks[comm.rank]),
+        worlds.put(comm, b_blocks[comm.rank]),
         comm=comm,
         row_counts=worlds.row_counts(case),
         out=out,
@@ -26,7 +27,7 @@ def call(comm, case, seed, **keywords):
         **keywords,
     )
     assert result is out
-    return out
+    return worlds.get(comm, out)
 
 
 @pytest.mark.operator
@@ -81,33 +82,35 @@ def test_back_to_back_calls_with_late_ranks_and_roles(size, lanes):
     def program(comm):
         worlds.chaos(comm, seed=7 * size + lanes, lanes=lanes, delay_ns=(2_000_000, 500_000))
         a = comm.empty((counts[comm.rank], k), np.float32)
-        own_b = np.empty((k, columns), np.float32)
+        own_b = worlds.put(comm, np.empty((k, columns), np.float32))
         for step in range(30):
-            a[...] = data[step, start[comm.rank] : start[comm.rank + 1]]
-            own_b[...] = b[step, comm.rank]
+            worlds.fill(comm, a, data[step, start[comm.rank] : start[comm.rank + 1]])
+            worlds.fill(comm, own_b, b[step, comm.rank])
             worlds.poison(comm)
             out = mk.allgather_gemm(a, own_b, comm=comm, row_counts=counts)
-            a[...] = np.nan
-            own_b[...] = np.nan
+            worlds.fill(comm, a, np.nan)
+            worlds.fill(comm, own_b, np.nan)
+            out = worlds.get(comm, out)
             np.testing.assert_allclose(out, data[step] @ b[step, comm.rank], rtol=0, atol=1e-4)
 
     worlds.run(size, program)
 
 
-@pytest.mark.operator
+@pytest.mark.operator(world=4)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_for_any_world_split_tile_and_chunk(dtype):
     rng = np.random.default_rng(5)
     a, b = rng.standard_normal((97, 131)), rng.standard_normal((131, 61))
     a, b = a.astype(dtype), b.astype(dtype)
-    options = [None, mk.Options((2, 3), (16, 40, 24), 1000), mk.Options(tile=(1, 1024, 7))]
 
     def program(comm):
+        own, other = worlds.put(comm, a[comm.rows(97)]), worlds.put(comm, b)
+        counts = comm.row_counts(97)
         return [
-            mk.allgather_gemm(
-                a[comm.rows(97)], b, comm=comm, row_counts=comm.row_counts(97), options=option
+            worlds.get(
+                comm, mk.allgather_gemm(own, other, comm=comm, row_counts=counts, options=option)
             ).tobytes()
-            for option in options
+            for option in worlds.different_options(comm, dtype)
             for _ in range(3)
         ]
 
@@ -115,14 +118,16 @@ def test_same_bits_for_any_world_split_tile_and_chunk(dtype):
     assert len(set(results)) == 1
 
 
-@pytest.mark.operator
+@pytest.mark.operator(world=3)
 def test_nan_and_infinity_reach_only_what_depends_on_them():
     rng = np.random.default_rng(6)
     a, b = rng.standard_normal((60, 50)), rng.standard_normal((50, 40))
     a[17, 3], a[44, 7], b[9, 21] = np.nan, np.inf, np.nan
 
     def program(comm):
-        out = mk.allgather_gemm(a[comm.rows(60)], b, comm=comm, row_counts=comm.row_counts(60))
+        own, other = worlds.put(comm, a[comm.rows(60)]), worlds.put(comm, b)
+        out = mk.allgather_gemm(own, other, comm=comm, row_counts=comm.row_counts(60))
+        out = worlds.get(comm, out)
         clean = np.ones((60, 40), bool)
         clean[[17, 44]] = clean[:, 21] = False
         assert np.isfinite(out[clean]).all()
@@ -134,12 +139,13 @@ def test_nan_and_infinity_reach_only_what_depends_on_them():
     worlds.run(3, program)
 
 
-@pytest.mark.operator
+@pytest.mark.operator(world=3)
 def test_counted_bytes_are_the_plans():
     def program(comm):
         rng = np.random.default_rng(comm.rank)
         for rows, k, n in ((64, 64, 64), (33, 17, 5), (20, 30, 0), (0, 8, 8)):
             a, b = rng.standard_normal((rows, k)), rng.standard_normal((k, n * comm.rank))
+            a, b = worlds.put(comm, a), worlds.put(comm, b)
             with mk.AllGatherGemm(a, b, comm=comm) as step:
                 before = comm.bytes_from_peers
                 step(a, b)
@@ -151,18 +157,20 @@ def test_counted_bytes_are_the_plans():
     worlds.run(3, program)
 
 
-@pytest.mark.operator
+@pytest.mark.operator(world=3)
 def test_operands_in_a_segment_are_read_in_place():
     def program(comm):
         rng = np.random.default_rng(comm.rank)
         wide = comm.asarray(rng.standard_normal((20, 90)))
         for a in (wide, wide[:, 5:70], wide[2:19, ::-1], wide[::3], wide[:7].T):
             b = rng.standard_normal((a.shape[1], 30))
-            blocks = comm.agree("blocks", lambda a=a: np.array(a))
-            step = mk.AllGatherGemm(a, b, comm=comm)
+            blocks = comm.agree("blocks", lambda a=a: worlds.get(comm, a).copy())
+            other = worlds.put(comm, b)
+            step = mk.AllGatherGemm(a, other, comm=comm)
             worlds.poison(comm)
-            np.testing.assert_allclose(step(a, b), np.vstack(blocks) @ b, atol=1e-12)
-            in_place = step._operand(a)[2] is a
+            out = worlds.get(comm, step(a, other))
+            np.testing.assert_allclose(out, np.vstack(blocks) @ b, atol=1e-12)
+            in_place = step._operand(Operand("a", a, comm.machine))[2].array is a
             assert in_place == (a.strides[1] == 8 or a.strides[0] == 8)
 
     worlds.run(3, program)
@@ -183,24 +191,32 @@ def test_order_may_differ_between_ranks_and_calls():
     worlds.run(3, program)
 
 
-@pytest.mark.operator
+@pytest.mark.operator(world=2)
 def test_output_may_have_any_strides():
     rng = np.random.default_rng(9)
     a, b = rng.standard_normal((24, 10)), rng.standard_normal((10, 12))
 
     def program(comm):
-        whole = np.full((60, 80), np.nan)
-        fields = np.zeros((24, 12), np.dtype([("pad", "u1"), ("x", "f8")]))
+        own, other = worlds.put(comm, a[comm.rows(24)]), worlds.put(comm, b)
+        counts = comm.row_counts(24)
+        whole = worlds.put(comm, np.full((60, 80), np.nan))
         for out in (whole[3:51:2, 70:10:-5], whole[:24, :12].T[:12].T, whole.T[:24, 5:17]):
-            out[...] = np.nan
-            outside = np.isnan(whole).sum()
-            mk.allgather_gemm(
-                a[comm.rows(24)], b, comm=comm, row_counts=comm.row_counts(24), out=out
-            )
-            np.testing.assert_allclose(out, a @ b, atol=1e-12)
-            assert np.isnan(whole).sum() == outside - out.size
-            out[...] = np.nan
-        # Not a whole number of elements from one to the next: filled by a copy.
+            worlds.fill(comm, out, np.nan)
+            outside = np.isnan(worlds.get(comm, whole)).sum()
+            mk.allgather_gemm(own, other, comm=comm, row_counts=counts, out=out)
+            np.testing.assert_allclose(worlds.get(comm, out), a @ b, atol=1e-12)
+            assert np.isnan(worlds.get(comm, whole)).sum() == outside - out.size
+            worlds.fill(comm, out, np.nan)
+
+    worlds.run(2, program)
+
+
+def test_output_of_uneven_elements_is_filled_by_a_copy():
+    rng = np.random.default_rng(9)
+    a, b = rng.standard_normal((24, 10)), rng.standard_normal((10, 12))
+
+    def program(comm):
+        fields = np.zeros((24, 12), np.dtype([("pad", "u1"), ("x", "f8")]))
         mk.allgather_gemm(
             a[comm.rows(24)], b, comm=comm, row_counts=comm.row_counts(24), out=fields["x"]
         )

@@ -291,11 +291,12 @@ def test_demo_notices_a_result_that_is_wrong_on_one_rank():
 
 @pytest.mark.mpi
 def test_demo_notices_bytes_that_were_not_planned():
-    patch = "comm._signals.bytes_word[0] += 0 if comm.rank else 1"
-    patch = f"""step = demo.AllGatherGemm.__call__
+    patch = """import ctypes
+    step = demo.AllGatherGemm.__call__
     def greedy(self, a, b, *, out):
         step(self, a, b, out=out)
-        {patch}
+        page = comm._signal_pages[comm.rank]
+        ctypes.c_uint64.from_address(page.bytes_word).value += 0 if comm.rank else 1
     demo.AllGatherGemm.__call__ = greedy"""
     done = on_ranks(2, DEMO.format(json=False, patch=patch))
     assert "bytes that were not planned" in message(done)

@@ -1,6 +1,5 @@
 """The kernels are device code: NVRTC takes them, and what comes out spills no registers."""
 
-import importlib
 import itertools
 import os
 import re
@@ -8,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import mkernel_cp as mk
 from mkernel_cp import compiler
 
 pytestmark = pytest.mark.nvrtc
@@ -27,47 +27,21 @@ MACROS = {"plain": {}, **{f"{a}-{out}": {"MK_TYPE": a, "MK_OUT_TYPE": out} for a
 
 
 @pytest.fixture(scope="module")
-def nvrtc():
-    try:
-        module = importlib.import_module("cuda.bindings.nvrtc")
-        check(module, module.nvrtcVersion())
-    except (ImportError, RuntimeError) as error:
-        pytest.fail(f"no NVRTC ({error}): install the 'test' extra, as in pip install -e '.[test]'")
-    return module
-
-
-def check(nvrtc, result):
-    """Return the values of a call to NVRTC; RuntimeError for a status that is not success."""
-    status, *values = result
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise RuntimeError(check(nvrtc, nvrtc.nvrtcGetErrorString(status))[0].decode())
-    return values
-
-
-@pytest.fixture(scope="module")
-def built(nvrtc, kernels):
+def built(kernels):
     """Per (kernel, architecture, macros): a compilation that has begun."""
     # NVRTC takes programs from several threads, and lets go of the interpreter's lock.
     pool = ThreadPoolExecutor(os.cpu_count())
     yield {
         (name, architecture, macros): pool.submit(
-            compile_kernel, nvrtc, name, architecture, MACROS[macros]
+            compile_kernel, name, architecture, MACROS[macros]
         )
         for name, architecture, macros in itertools.product(KERNELS, ARCHITECTURES, MACROS)
     }
     pool.shutdown(cancel_futures=True)
 
 
-def compile_kernel(nvrtc, name, architecture, defines):
+def compile_kernel(name, architecture, defines):
     """Return the cubin of a kernel (None if it does not compile) and the log."""
-
-    def output(what):
-        (size,) = check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program))
-        data = bytearray(size)
-        check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, data))
-        return bytes(data)
-
-    path = compiler.kernel_source(name)
     options = [
         "-std=c++17",
         f"-I{compiler.include_dir()}",
@@ -75,17 +49,7 @@ def compile_kernel(nvrtc, name, architecture, defines):
         "--ptxas-options=-v",
         *(f"-D{macro}={value}" for macro, value in defines.items()),
     ]
-    program = check(nvrtc, nvrtc.nvrtcCreateProgram(path.read_bytes(), bytes(path), 0, None, None))[
-        0
-    ]
-    try:
-        encoded = [option.encode() for option in options]
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        log = output("ProgramLog").rstrip(b"\0").decode()
-        failed = status != nvrtc.nvrtcResult.NVRTC_SUCCESS
-        return None if failed else output("CUBIN"), log
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
+    return compiler.nvrtc_compile(compiler.kernel_source(name), options)
 
 
 def complaint(cubin, log, entry):
@@ -97,8 +61,10 @@ def complaint(cubin, log, entry):
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     if len(spills) < 2:
         return f"ptxas does not say what it spills:\n{log}"
-    if any(map(int, spills)):
+    if any("spill" in line for line in compiler.losses(log)):
         return f"spills registers:\n{log}"
+    if compiler.losses(log):
+        return f"is slowed down by ptxas:\n{log}"
     if "warning" in log:
         return f"compiles with a warning:\n{log}"
     return None
@@ -121,7 +87,7 @@ def test_macros_choose_the_types_and_none_means_bfloat16(built, name, architectu
     assert len(set(cubins.values())) == len(TYPES)
 
 
-def test_a_faulty_kernel_is_noticed(nvrtc, tmp_path):
+def test_a_faulty_kernel_is_noticed(tmp_path):
     """The checks themselves: an error, a spill and a missing entry point are seen."""
     (tmp_path / "include" / "mkernel").mkdir(parents=True)
     spill = (
@@ -142,6 +108,25 @@ def test_a_faulty_kernel_is_noticed(nvrtc, tmp_path):
     with compiler.using_kernels(tmp_path):
         for text, body in texts.items():
             (tmp_path / "fault.cu").write_text(body)
-            found = complaint(*compile_kernel(nvrtc, "fault", "sm_80", {}), "fault")
+            found = complaint(*compile_kernel("fault", "sm_80", {}), "fault")
             assert found is not None, text
             assert text in found
+
+
+def test_cubins_are_cached_by_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("MKERNEL_CACHE_DIR", str(tmp_path))
+    source = tmp_path / "twice.cu"
+    source.write_text('extern "C" __global__ void twice(float* x) { *x *= FACTOR; }\n')
+    before = compiler.compile_count()
+    paths = [
+        compiler.cubin(source, arch, defines={"FACTOR": factor})
+        for arch, factor in (("sm_80", 2), ("sm_80", 2), ("sm_80", 3), ("sm_90a", 2))
+    ]
+    assert paths[0] == paths[1]
+    assert len(set(paths)) == 3
+    assert compiler.compile_count() - before == 3
+    assert paths[0].read_bytes().startswith(b"\x7fELF")
+    with pytest.raises(mk.CompileError, match='identifier "FACTOR" is undefined'):
+        compiler.cubin(source, "sm_80")
+    with pytest.raises(ValueError, match="sm_80 or sm_90a"):
+        compiler.cubin(source, "compute_80")

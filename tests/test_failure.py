@@ -163,7 +163,7 @@ def test_a_lost_peer_ends_waits_at_once(monkeypatch):
         if comm.rank == 1:
             time.sleep(0.2)
             for rank in (0, 2):
-                communicator._Lost(comm._pages, rank, comm._signal_pages[rank])(1)
+                communicator._Lost(comm._pages, rank, comm._signals)(1)
             return
         mk.allgather_gemm(A, B, comm=comm)
 
@@ -267,7 +267,7 @@ def test_no_deadline_is_no_deadline():
 
 def test_a_rank_that_is_slow_to_plan_is_waited_for(monkeypatch):
     """Compile time counts against no deadline."""
-    from mkernel_cp.operators import allgather_gemm as module
+    from mkernel_cp.targets import host as module
 
     class Slow(module.HostKernel):
         def __init__(self, *args):
@@ -285,7 +285,7 @@ def test_a_rank_that_is_slow_to_plan_is_waited_for(monkeypatch):
 
 
 def test_one_ranks_failure_to_plan_is_raised_by_all_and_leaves_the_communicator_usable(monkeypatch):
-    from mkernel_cp.operators import allgather_gemm as module
+    from mkernel_cp.targets import host as module
 
     class Broken(module.HostKernel):
         def __init__(self, *args):

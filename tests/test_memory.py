@@ -249,6 +249,9 @@ def test_segments_that_lie_side_by_side_do_not_merge():
             self.nbytes, self.address = 4096, whole.address + index * 4096
             self.whole = whole
 
+        def block(self, address, nbytes):
+            return whole.block(address, nbytes)
+
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)):
         heap = Heap()
         for index in order:

@@ -1,6 +1,12 @@
-"""Worlds for shared test bodies, and what makes hidden faults of a protocol show."""
+"""Worlds for shared test bodies, and what makes hidden faults of a protocol show.
 
+A body gets its arrays by `put` and looks at results by `get`, so that it runs on both targets. On
+GPUs every rank of the world that mpirun started runs the same tests.
+"""
+
+import ctypes
 import functools
+import traceback
 
 import numpy as np
 from shapes import Case
@@ -8,18 +14,74 @@ from shapes import Case
 import mkernel_cp as mk
 from mkernel_cp import reference
 from mkernel_cp.communicator import Communicator
+from mkernel_cp.plan import Options
 
 SIZES = (1, 2, 3, 4)
+
+# The ranks that mpirun started, where the shared bodies run on GPUs.
+gpu_world = None
 
 
 def run(size, program, *args, **options):
     """Run ``program(comm, *args)`` on `size` ranks; return their results."""
+    if gpu_world is not None:
+        return _run_on_gpus(size, program, args, options)
 
     def main(mpi):
         with Communicator(mpi, **options) as comm:
             return program(comm, *args)
 
     return mk.LocalWorld(size).run(main)
+
+
+def _run_on_gpus(size, program, args, options):
+    rank = gpu_world.Get_rank()
+    part = gpu_world.Split(0 if rank < size else 1, rank)
+    result, problem = None, None
+    try:
+        if rank < size:
+            with Communicator(part, target="cuda", oversubscribe=True, **options) as comm:
+                result = program(comm, *args)
+    except Exception:
+        problem = traceback.format_exc()
+    part.Free()
+    answers = gpu_world.allgather((result, problem))
+    problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
+    assert not problems, "\n".join(problems)
+    return [result for result, _ in answers[:size]]
+
+
+def put(comm, array):
+    """The array for calls on this target, with the same strides."""
+    if comm.target == "host":
+        return array
+    import cupy
+
+    if array.size == 0:
+        return cupy.empty(array.shape, array.dtype)
+    low, high = np.lib.array_utils.byte_bounds(array)
+    raw = (ctypes.c_ubyte * (high - low)).from_address(low)
+    place = cupy.asarray(np.frombuffer(raw, np.uint8)).data + (array.ctypes.data - low)
+    return cupy.ndarray(array.shape, array.dtype, place, array.strides)
+
+
+def get(comm, array):
+    """A result in host memory."""
+    return comm.machine.asnumpy(array)
+
+
+def fill(comm, array, values):
+    """Write values into an array of this target, in the order of the calls."""
+    values = np.broadcast_to(np.asarray(values, array.dtype), array.shape)
+    comm.machine.copy(array, put(comm, np.ascontiguousarray(values)))
+
+
+def different_options(comm, dtype):
+    """Options that lead to different plans."""
+    if comm.target == "host":
+        return [None, Options((2, 3), (16, 40, 24), 1000), Options(tile=(1, 1024, 7))]
+    tile = (64, 128, 128 // np.dtype(dtype).itemsize)
+    return [None, Options((2, 3), None, 1000), Options(tile=tile)]
 
 
 def poison(comm):

@@ -20,6 +20,7 @@ from .job import CommandError
 _WARM_CALLS = 5
 _TARGETS = {
     "host": "loops on CPU threads, which prove the protocol; not a measure of speed",
+    "cuda": "small shapes, launched one by one; not a measure of speed",
 }
 _HEADINGS = (
     ("operator", "<16"),
@@ -107,9 +108,10 @@ def _allgather_gemm(comm: Communicator, case: _GemmCase) -> _Measured:
     blocks = [random.standard_normal((m, case.k)).astype(case.dtype) for m in case.row_counts]
     random = np.random.default_rng(1 + comm.rank)
     b = random.standard_normal((case.k, case.n)).astype(case.dtype)
+    b = comm.machine.asarray(b, None)
     a = comm.asarray(blocks[comm.rank])
     with AllGatherGemm(a, b, comm=comm, row_counts=case.row_counts, dtype=case.out_dtype) as step:
-        expected = reference.allgather_gemm(blocks, b, case.out_dtype)
+        expected = reference.allgather_gemm(blocks, comm.machine.asnumpy(b), case.out_dtype)
         planned = step.plan.bytes_from_peers
         return _measure(comm, expected, lambda out: step(a, b, out=out), planned)
 
@@ -121,16 +123,20 @@ def _measure(
     planned: int,
 ) -> _Measured:
     before = comm.bytes_from_peers
-    out = np.full(expected.value.shape, np.nan, expected.dtype)
+    machine = comm.machine
+    nothing = np.full(expected.value.shape, np.nan, expected.dtype)
+    out = machine.asarray(nothing.copy(), None)
     call(out)
-    error = expected.check(out)
-    out[...] = np.nan
+    error = expected.check(machine.asnumpy(out))
+    machine.copy(out, machine.asarray(nothing, None))
+    comm.synchronize()
     seconds = []
     for _ in range(_WARM_CALLS):
         start = time.perf_counter()
         call(out)
+        comm.synchronize()
         seconds.append(time.perf_counter() - start)
-    error = max(error, expected.check(out))
+    error = max(error, expected.check(machine.asnumpy(out)))
     counted = comm.bytes_from_peers - before
     return _Measured(error, counted, (1 + _WARM_CALLS) * planned, 1e3 * statistics.median(seconds))
 

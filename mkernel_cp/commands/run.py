@@ -47,14 +47,19 @@ def allgather_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
     shape = (a.shape[0], b.shape[1])
     start = time.perf_counter()
     with _output(comm, arguments.output, name, shape, dtype) as c:
-        operator.allgather_gemm(
-            a[rows],
-            b[:, columns],
+        here = comm.machine.asarray
+        out = c[:, columns] if comm.target == "host" else None
+        result = operator.allgather_gemm(
+            here(a[rows], None),
+            here(b[:, columns], None),
             comm=comm,
             row_counts=comm.row_counts(a.shape[0]),
-            out=c[:, columns],
+            out=out,
             dtype=dtype,
         )
+        if out is None:
+            c[:, columns] = comm.machine.asnumpy(result)
+            comm.synchronize()
     if comm.rank == 0:
         print(
             f"{arguments.output}: {shape} {dtype} = {a.shape} @ {b.shape} {a.dtype}, "

@@ -1,6 +1,5 @@
 """`allgather_gemm`: multiply the rows that all ranks hold by a matrix of one's own."""
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import numpy as np
 from .. import compiler, structs
 from .. import plan as plans
 from ..communicator import Arena, Communicator, extent
-from ..host_kernel import HostKernel
 from ..memory import Location
 from . import operands
 
@@ -68,7 +66,7 @@ def allgather_gemm(
     ...     c = mk.allgather_gemm(a[comm.rows(m)], b, comm=comm, row_counts=comm.row_counts(m))
     """
     with comm.refusing_alone():
-        spec = _Spec(a, b, comm, row_counts, dtype, options)
+        spec = _Spec(*_pair(a, b, comm), comm, row_counts, dtype, options)
     step = comm.plans.get(spec)
     if step is None:
         step = comm.plans[spec] = AllGatherGemm._from_spec(spec, comm, a)
@@ -103,8 +101,10 @@ class AllGatherGemm:
         options: plans.Options | None = None,
     ):
         with comm.refusing_alone():
-            spec = _Spec(a, b, comm, row_counts, dtype, options)
-            operands.output(out, spec.out_shape, spec.out_dtype, (("a", a), ("b", b)))
+            own, other = _pair(a, b, comm)
+            spec = _Spec(own, other, comm, row_counts, dtype, options)
+            inputs = ("a", own), ("b", other)
+            operands.output(out, spec.out_shape, spec.out_dtype, inputs, comm.machine)
         self._set_up(spec, comm, a)
 
     @classmethod
@@ -119,8 +119,8 @@ class AllGatherGemm:
         kernels = []
 
         def compile_and_prefer() -> bool | None:
-            kernels.append(_kernel(spec))
-            return operands.prefers_columns(a)
+            kernels.append(_kernel(spec, comm.machine))
+            return operands.prefers_columns(operands.Operand("a", a, comm.machine).shadow)
 
         chunk = plans.chunk_shape(spec.row_counts, spec.k, spec.dtype, spec.options.chunk_bytes)
 
@@ -133,7 +133,11 @@ class AllGatherGemm:
             return signals, max(sizes)
 
         preferences = set(comm.agreement(self._what, need, compile_and_prefer)) - {None}
-        self._kernel = kernels[0] if kernels else _kernel(spec)
+        self._kernel = kernels[0] if kernels else _kernel(spec, comm.machine)
+        gpu, capacity = comm.machine.gpu, 0
+        if gpu is not None:
+            tile = _portable_tile(spec, gpu)
+            capacity = self._kernel.capacity(tile.shared_bytes(spec.dtype, spec.out_dtype))
         self.plan = plans.plan_allgather_gemm(
             comm.rank,
             spec.row_counts,
@@ -143,6 +147,8 @@ class AllGatherGemm:
             spec.out_dtype,
             preferences == {True},
             spec.options,
+            gpu,
+            capacity,
         )
         self._bind(comm.arena)
 
@@ -155,13 +161,15 @@ class AllGatherGemm:
         self._stage = Location(arena.number, offsets[comm.rank])
         ranks = range(comm.size)
         first_chunk = np.cumsum([0, *(plan.chunks(rank) for rank in ranks)])
-        self._arrays = {
+        arrays = {
             "row_start": np.array(plan.row_start, np.int64),
             "data": np.array([base.address + at for at in offsets[:-1]], np.uint64),
             "pitch": np.array([plan.pitch(rank) for rank in ranks], np.int64),
             "first_chunk": first_chunk[:-1].astype(np.int64),
         }
-        self._constants = structures.AllGatherGemmPlan(
+        constant = comm.machine.constant
+        self._arrays = {name: constant(array) for name, array in arrays.items()}
+        constants = structures.AllGatherGemmPlan(
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
             n=plan.n,
@@ -172,13 +180,14 @@ class AllGatherGemm:
                 chunk_rows=plan.chunk[0],
                 chunk_k=plan.chunk[1],
                 arrived=base.address,
-                **{name: array.ctypes.data for name, array in self._arrays.items()},
+                **{name: array.address for name, array in self._arrays.items()},
             ),
         )
+        self._arrays["plan"] = constant(constants)
         self._params = structures.AllGatherGemmParams(
-            world=comm.world_address, plan=ctypes.addressof(self._constants)
+            world=comm.world_address, plan=self._arrays["plan"].address
         )
-        self._params.message.digest = self._constants.digest
+        self._params.message.digest = constants.digest
 
     def __call__(
         self, a: np.ndarray, b: np.ndarray, *, out: np.ndarray | None = None
@@ -187,21 +196,33 @@ class AllGatherGemm:
         comm = self._comm
         if comm is None:
             raise ValueError("this plan is closed: make another")
+        machine, spec = comm.machine, self._spec
         with comm.refusing_alone():
-            self._spec.check(a, b)
-            out = operands.output(
-                out, self._spec.out_shape, self._spec.out_dtype, (("a", a), ("b", b))
-            )
+            own, other = (operands.Operand(*pair, machine) for pair in (("a", a), ("b", b)))
+            spec.check(own.shadow, other.shadow)
+            inputs = ("a", own.shadow), ("b", other.shadow)
+            result = operands.output(out, spec.out_shape, spec.out_dtype, inputs, machine)
+            machine.begin()
         # A kernel steps in whole elements; what does not is copied.
-        target = out if operands.strides(out) is not None else np.empty(out.shape, out.dtype)
-        request, _held = self.prepare(a, b, target)
+        target = result
+        if operands.strides(result.shadow) is None:
+            target = operands.Operand("out", machine.empty(spec.out_shape, spec.out_dtype), machine)
+        request, _held = self._request(own, other, target)
         comm.run(self._kernel, request, self._what)
-        if target is not out:
-            out[...] = target
-        return out
+        if target is not result:
+            machine.copy(result.array, target.array)
+        return result.array if out is None else out
 
     def prepare(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> tuple[Any, Any]:
         """Return the launch struct for checked operands, and what must live until it has run."""
+        machine = self._comm.machine
+        return self._request(
+            *(operands.Operand(name, x, machine) for name, x in (("a", a), ("b", b), ("out", out)))
+        )
+
+    def _request(
+        self, a: operands.Operand, b: operands.Operand, out: operands.Operand
+    ) -> tuple[Any, Any]:
         comm = self._comm
         if self._arena is not comm.arena:
             self._bind(comm.arena)
@@ -210,27 +231,30 @@ class AllGatherGemm:
         params.message.operand.segment = place.segment
         params.message.operand.offset = place.offset
         params.message.operand_pitch = pitch
-        b_steps = b if operands.strides(b) is not None else np.ascontiguousarray(b)
-        _set_matrix(params.a, a_rows)
-        _set_matrix(params.b, b_steps)
-        _set_matrix(params.c, out)
+        if operands.strides(b.shadow) is None:
+            dense = comm.machine.empty(b.shadow.shape, b.shadow.dtype)
+            comm.machine.copy(dense, b.array)
+            b = operands.Operand("b", dense, comm.machine)
+        _set_matrix(params.a, a_rows.shadow)
+        _set_matrix(params.b, b.shadow)
+        _set_matrix(params.c, out.shadow)
         request = comm.prepare(self._kernel, params, sum(self.plan.split), self.plan.shared_bytes)
-        return request, (a_rows, b_steps, out)
+        return request, (a_rows, b, out)
 
-    def _operand(self, a: np.ndarray) -> tuple[Location, int, np.ndarray]:
-        """Return where peers find this rank's rows, their pitch, and the rows as an array."""
-        comm, plan = self._comm, self.plan
-        pitch = operands.line_pitch(a, plan.by_columns)
-        if pitch is not None and a.flags.aligned and comm.in_segment(a):
-            return comm.segments.locate(*extent(a)), pitch, a
+    def _operand(self, a: operands.Operand) -> tuple[Location, int, operands.Operand]:
+        """Return where peers find this rank's rows, their pitch, and the rows."""
+        comm, plan, rows = self._comm, self.plan, a.shadow
+        pitch = operands.line_pitch(rows, plan.by_columns)
+        if pitch is not None and rows.flags.aligned and comm.in_segment(rows):
+            return comm.segments.locate(*extent(rows)), pitch, a
         pitch = plan.pitch(comm.rank)
-        lines, run = a.shape[::-1] if plan.by_columns else a.shape
+        lines, run = rows.shape[::-1] if plan.by_columns else rows.shape
         segment, start = comm.segments[self._stage.segment], self._stage.offset
-        staged = segment.bytes[start : start + lines * pitch].view(a.dtype)
-        staged = staged.reshape(lines, pitch // a.itemsize)[:, :run]
+        staged = segment.bytes[start : start + lines * pitch].view(rows.dtype)
+        staged = staged.reshape(lines, pitch // rows.itemsize)[:, :run]
         staged = staged.T if plan.by_columns else staged
-        staged[...] = a
-        return self._stage, pitch, staged
+        comm.machine.copy(staged, a.array)
+        return self._stage, pitch, operands.Operand("a", staged, comm.machine)
 
     def close(self) -> None:
         """Forget the plan. Local; nothing waits for it."""
@@ -241,6 +265,11 @@ class AllGatherGemm:
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
+
+
+def _pair(a: Any, b: Any, comm: Communicator) -> tuple[np.ndarray, np.ndarray]:
+    """Return the shadows of two operands."""
+    return tuple(operands.Operand(*x, comm.machine).shadow for x in (("a", a), ("b", b)))
 
 
 class _Spec:
@@ -293,10 +322,16 @@ class _Spec:
         return isinstance(other, _Spec) and self._key == other._key
 
 
-def _kernel(spec: _Spec) -> HostKernel:
+def _kernel(spec: _Spec, machine: Any) -> Any:
     types = {"MK_TYPE": spec.dtype, "MK_OUT_TYPE": spec.out_dtype}
     defines = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
-    return HostKernel(compiler.kernel_source("allgather_gemm"), "allgather_gemm", defines)
+    if machine.gpu is not None:
+        defines |= _portable_tile(spec, machine.gpu).defines(spec.dtype)
+    return machine.kernel(compiler.kernel_source("allgather_gemm"), "allgather_gemm", defines)
+
+
+def _portable_tile(spec: _Spec, gpu: plans.Gpu) -> plans.PortableTile:
+    return plans.portable_tile(spec.dtype, spec.out_dtype, spec.options, gpu.shared_bytes)
 
 
 def _set_matrix(to: Any, array: np.ndarray) -> None:

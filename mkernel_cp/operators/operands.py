@@ -8,12 +8,25 @@ import numpy as np
 from ..plan import check_dtype
 
 
-def matrix(name: str, value: Any) -> np.ndarray:
-    """Return an operand that is a 2-D NumPy array of an allowed dtype; TypeError or ValueError."""
-    if not isinstance(value, np.ndarray):
-        raise TypeError(
-            f"{name} is a {type(value).__name__}: use a numpy.ndarray (numpy.asarray makes one)"
-        )
+class Operand:
+    """An array of the target, and its shadow: a NumPy array that lies in the same place.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument.
+    value : array
+        What the caller passed.
+    machine : HostTarget or CudaTarget
+    """
+
+    def __init__(self, name: str, value: Any, machine: Any):
+        self.array = machine.array(name, value)
+        self.shadow: np.ndarray = machine.shadow(self.array)
+
+
+def matrix(name: str, value: np.ndarray) -> np.ndarray:
+    """Return an operand that has two dimensions and an allowed dtype; TypeError or ValueError."""
     if value.ndim != 2:
         raise ValueError(f"{name} has shape {value.shape}: use a matrix of 2 dimensions")
     check_dtype(name, value.dtype)
@@ -48,13 +61,17 @@ def counts(name: str, value: Sequence[int] | None, own: int, rank: int, size: in
 
 
 def output(
-    out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: Iterable[tuple[str, np.ndarray]]
-) -> np.ndarray:
-    """Return `out` if the result can be written into it, or a new array if it is None."""
-    if out is None:
-        return np.empty(shape, dtype)
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out is a {type(out).__name__}: use a numpy.ndarray")
+    value: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    inputs: Iterable[tuple[str, np.ndarray]],
+    machine: Any,
+) -> Operand:
+    """Return `value` if the result can be written into it, or a new array if it is None."""
+    if value is None:
+        return Operand("out", machine.empty(shape, dtype), machine)
+    operand = Operand("out", value, machine)
+    out = operand.shadow
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}: the result has {shape}")
     if out.dtype != dtype:
@@ -67,7 +84,7 @@ def output(
     for name, array in inputs:
         if _overlap(out, array):
             raise ValueError(f"out overlaps {name}: use memory of its own for the result")
-    return out
+    return operand
 
 
 def _overlap(a: np.ndarray, b: np.ndarray) -> bool:

@@ -39,15 +39,22 @@ public:
         }
     }
 
-    // Waits until the chunks that hold these rows and this part of k are here.
+    // Waits until the chunks that hold these rows and this part of k are here. Most panels lie in the chunks that were
+    // waited for last.
     MK_DEVICE bool wait(const Agent& who, u64 source, Range rows, Range k) {
-        i64 panels = ceil_div(plan_.k, plan_.chunk_k);
-        for (i64 i = rows.begin / plan_.chunk_rows; i * plan_.chunk_rows < rows.end; ++i)
-            for (i64 j = k.begin / plan_.chunk_k; j * plan_.chunk_k < k.end; ++j) {
+        if (source == known_.source && rows.begin == known_.first_row && rows.end <= known_.last_row &&
+            k.begin >= known_.first_k && k.end <= known_.last_k)
+            return true;
+        i64 panels = ceil_div(plan_.k, plan_.chunk_k), last_k = k.begin;
+        for (i64 j = k.begin / plan_.chunk_k; j * plan_.chunk_k < k.end; ++j) {
+            for (i64 i = rows.begin / plan_.chunk_rows; i * plan_.chunk_rows < rows.end; ++i) {
                 i64 index = plan_.first_chunk[source] + i * panels + j;
                 Subject subject{Awaited::arrival, everyone, u64(index)};
                 if (!launch_.wait(who, &plan_.arrived[index], 1, subject)) return false;
             }
+            last_k = (j + 1) * plan_.chunk_k;
+        }
+        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(k.begin), u32(last_k)};
         return true;
     }
 
@@ -58,6 +65,9 @@ private:
 
     Launch& launch_;
     const LandingPlan& plan_;
+    struct {
+        u32 source, first_row, last_row, first_k, last_k;
+    } known_ = {~u32(0), 0, 0, 0, 0};
 };
 
 }  // namespace mk

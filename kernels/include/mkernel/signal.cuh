@@ -7,10 +7,10 @@
 
 namespace mk {
 
-// Progress of Inbox::called.
+// Progress of Inbox::called, where kernels say ready, and of HostPage::called, where hosts say the rest.
 enum class Called : u64 {
-    announced = 1,  // the digest is there; the rank still plans
-    ready = 2,      // the operand may be read
+    announced = 1,  // the digest is there; the hosts agree on something
+    ready = 2,      // the operand may be read; of a host: it has what it needs to agree
     refused = 3,    // the rank has raised an error instead of calling
 };
 
@@ -39,7 +39,8 @@ class Completed {
 class Context {
 public:
     MK_DEVICE Context(World* world, u64 role)
-        : world_(*world), agent_(Agent::current()), generation_(*world->generation + 1), role_(role) {}
+        : world_(*world), agent_(Agent::current()), generation_(*world->generation + 1), role_(role),
+          live_(agent_.broadcast(load_relaxed(world->failures) == 0)) {}
 
     MK_DEVICE const World& world() const { return world_; }
     MK_DEVICE const Agent& agent() const { return agent_; }
@@ -48,19 +49,22 @@ public:
     MK_DEVICE u64 generation() const { return generation_; }
     MK_DEVICE u64 target(u64 progress) const { return generation_ << 32 | progress; }
 
-    // False once a wait of this agent has failed: it raises nothing any more, and what it still stores is NaN.
+    // False once a wait of this agent has failed, or any of an earlier launch, behind which this one was queued: it
+    // raises nothing any more, and what it still stores is NaN.
     MK_DEVICE bool live() const { return live_; }
 
     // Waits until the signal has reached `progress` in this generation. All lanes of `who` call it and get one verdict.
     MK_DEVICE bool wait(const Agent& who, const u64* signal, u64 progress, Subject subject) {
         u64 goal = target(progress);
-        return poll(who, subject, goal, signal, [&](u64 seen) { return seen >= goal ? Poll::done : Poll::pending; });
+        return poll(
+            who, subject, goal, signal, [&](u64 seen) { return seen >= goal ? Poll::done : Poll::pending; },
+            [] { return Poll::pending; });
     }
 
-    // The same with a condition of the caller's on the signal's value.
-    template <class Check>
-    MK_DEVICE bool poll(const Agent& who, Subject subject, u64 goal, const u64* signal, Check check) {
-        bool verdict = live_ && who.lane() == 0 && poll_alone(subject, goal, signal, check);
+    // The same with a condition of the caller's on the signal's value, and one that is looked at now and then.
+    template <class Check, class Look>
+    MK_DEVICE bool poll(const Agent& who, Subject subject, u64 goal, const u64* signal, Check check, Look look) {
+        bool verdict = live_ && who.lane() == 0 && poll_alone(subject, goal, signal, check, look);
         verdict = who.broadcast(verdict);
         live_ = live_ && verdict;
         return verdict;
@@ -84,31 +88,37 @@ private:
     static constexpr u64 first_look_ns = 20 * nanoseconds_per_microsecond;
     static constexpr u64 look_every_ns = 10 * nanoseconds_per_microsecond;
 
-    template <class Check>
-    MK_DEVICE bool poll_alone(Subject subject, u64 goal, const u64* signal, Check check) {
+    template <class Check, class Look>
+    MK_DEVICE bool poll_alone(Subject subject, u64 goal, const u64* signal, Check check, Look look) {
         interleave();
         u64 start = 0, next_look = 0;
         Clock clock{};
         for (u32 spins = 0;; ++spins) {
             u64 seen = load_acquire(signal);
-            switch (check(seen)) {
-                case Poll::done: return true;
-                case Poll::refused: return fail(Reason::refused, subject, goal, seen, 0);
-                case Poll::mismatch: return fail(Reason::mismatch, subject, goal, seen, 0);
-                case Poll::pending: break;
-            }
-            pause(spins);
+            Poll verdict = check(seen);
             u64 now = now_ns();
             if (start == 0) {
                 start = clock.since = now;
                 next_look = now + first_look_ns;
             }
-            if (now < next_look) continue;
-            next_look = now + look_every_ns;
-            if (load_relaxed(&world_.pages[rank()]->abort)) return false;
-            // The signal once more, now that a peer is known to have closed: it may have been raised before that.
-            if (closed(subject.peer) && check(load_acquire(signal)) == Poll::pending)
-                return fail(Reason::closed, subject, goal, seen, now - start);
+            bool looks = verdict == Poll::pending && now >= next_look;
+            if (looks) {
+                next_look = now + look_every_ns;
+                if (load_relaxed(&world_.pages[rank()]->abort)) return give_up();
+                // Everything once more, now that a peer is known to have closed: it may have spoken before that.
+                bool alone = closed(subject.peer);
+                verdict = check(seen = load_acquire(signal));
+                if (verdict == Poll::pending) verdict = look();
+                if (verdict == Poll::pending && alone) return fail(Reason::closed, subject, goal, seen, now - start);
+            }
+            switch (verdict) {
+                case Poll::done: return true;
+                case Poll::refused: return fail(Reason::refused, subject, goal, seen, now - start);
+                case Poll::mismatch: return fail(Reason::mismatch, subject, goal, seen, now - start);
+                case Poll::pending: break;
+            }
+            pause(spins);
+            if (!looks) continue;
             Phase phase = phase_of(one_of(subject.peer));
             if (phase != clock.phase) clock = {phase, now};
             u64 limit = phase == Phase::entered ? world_.progress_timeout_ns : world_.entry_timeout_ns;
@@ -127,9 +137,9 @@ private:
 
     MK_DEVICE Phase phase_of(u64 peer) const {
         if (peer == rank()) return Phase::entered;
-        u64 called = load_relaxed(&world_.inbox[peer].called);
-        if (called >= target(u64(Called::ready))) return Phase::entered;
-        return called >= target(u64(Called::announced)) ? Phase::announced : Phase::outside;
+        if (load_relaxed(&world_.inbox[peer].called) >= target(u64(Called::ready))) return Phase::entered;
+        u64 host = load_relaxed(&world_.pages[peer]->called);
+        return host >= target(u64(Called::announced)) ? Phase::announced : Phase::outside;
     }
 
     // The peer itself, or, of everyone, the one that has got least far.
@@ -142,6 +152,12 @@ private:
     }
 
     MK_DEVICE bool closed(u64 peer) const { return peer != everyone && load_acquire(&world_.pages[peer]->closed); }
+
+    // Another rank or agent has failed: it has written why.
+    MK_DEVICE bool give_up() {
+        fetch_add(world_.failures, 1);
+        return false;
+    }
 
     // Writes this rank's record, if it is the first, and then the abort words of all ranks. Always false.
     MK_DEVICE bool fail(Reason reason, Subject subject, u64 expected, u64 seen, u64 waited_ns) {
@@ -171,7 +187,7 @@ private:
     Agent agent_;
     u64 generation_;
     u64 role_;
-    bool live_ = true;
+    bool live_;
 };
 
 }  // namespace mk

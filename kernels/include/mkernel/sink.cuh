@@ -16,17 +16,35 @@ public:
     MK_DEVICE T transform(Acc sum) const { return narrow<T>(sum); }
 
     MK_DEVICE void deliver(const Agent& agent, const Tile& tile, const T* staged, i64 pitch) const {
-        T* data = static_cast<T*>(to_.data);
-        i64 first_row = row_start_[tile.source] + tile.rows.begin;
-        i64 columns = tile.columns.size(), count = tile.rows.size() * columns;
-        for (i64 at = agent.lane(); at < count; at += agent.lanes()) {
-            i64 i = at / columns, j = at % columns;
-            data[(first_row + i) * to_.row_stride + (tile.columns.begin + j) * to_.column_stride] =
-                staged[i * pitch + j];
-        }
+        const i64 rows = tile.rows.size(), columns = tile.columns.size();
+        T* to = static_cast<T*>(to_.data) + (row_start_[tile.source] + tile.rows.begin) * to_.row_stride +
+                tile.columns.begin * to_.column_stride;
+        const i64 per_word = i64(sizeof(Word) / sizeof(T));
+        const u64 shape = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(staged) |
+                          u64(to_.row_stride | columns | pitch) * sizeof(T);
+        if (to_.column_stride == 1 && shape % sizeof(Word) == 0)
+            spread(agent, rows, columns / per_word, [&](i64 i, i64 j) {
+                *reinterpret_cast<Word*>(to + i * to_.row_stride + j * per_word) =
+                    *reinterpret_cast<const Word*>(staged + i * pitch + j * per_word);
+            });
+        else if (to_.row_stride == 1)
+            spread(agent, columns, rows, [&](i64 j, i64 i) { to[i + j * to_.column_stride] = staged[i * pitch + j]; });
+        else
+            spread(agent, rows, columns, [&](i64 i, i64 j) {
+                to[i * to_.row_stride + j * to_.column_stride] = staged[i * pitch + j];
+            });
     }
 
 private:
+    struct alignas(16) Word { u64 halves[2]; };
+
+    // visit(line, place) for all places of all lines; neighbouring lanes get neighbouring places.
+    template <class Visit>
+    static MK_DEVICE void spread(const Agent& agent, i64 lines, i64 run, Visit visit) {
+        const u32 count = u32(lines * run), length = u32(run);
+        for (u32 at = agent.lane(); at < count; at += agent.lanes()) visit(at / length, at % length);
+    }
+
     Matrix to_;
     const i64* row_start_;
 };

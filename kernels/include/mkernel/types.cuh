@@ -74,7 +74,9 @@ struct Record {
 // One page per rank in host memory that all ranks of the node map: it works also when a GPU or a rank does not.
 struct HostPage {
     u64 abort;   // 0, or 1 + the rank whose record says why (+ 2^32: its watcher's record, not its kernel's)
-    u64 closed;  // the rank has closed its communicator
+    u64 closed;  // the rank has closed its communicator; 2: and uses no memory of its peers any more
+    u64 called;  // a signal: what the host does in place of a launch
+    u64 digest;  // of what it has announced
     Record by_kernel;
     Record by_watcher;
 };
@@ -87,7 +89,7 @@ struct World {
     u64 progress_timeout_ns;  // 0: no limit
     u64* generation;          // of the last kernel that ended well
     u64* counters;            // two banks of 1 + size
-    u64* failures;            // kernels' agents that failed: the first one writes the record
+    u64* failures;            // agents whose wait failed: the first one writes the record, and no launch follows
     u64* bytes_from_peers;
     Inbox* inbox;             // [peer]: what the peer tells this rank
     Inbox** outbox;           // [peer]: this rank's inbox at the peer

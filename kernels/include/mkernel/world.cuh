@@ -21,13 +21,21 @@ public:
     // Waits until the peer has made the same call. False also if it makes another one, or has refused.
     MK_DEVICE bool await_call(u64 peer, u64 digest) {
         const Inbox& inbox = world().inbox[peer];
-        u64 goal = target(u64(Called::ready));
-        return poll(agent(), {Awaited::call, peer, 0}, goal, &inbox.called, [&](u64 seen) {
-            if (seen < target(u64(Called::announced))) return Poll::pending;
-            if (seen >= target(u64(Called::refused))) return Poll::refused;  // also when it is already a call further
-            if (inbox.message.digest != digest) return Poll::mismatch;
-            return seen >= goal ? Poll::done : Poll::pending;
-        });
+        const HostPage& page = *world().pages[peer];
+        u64 goal = target(u64(Called::ready)), refused = target(u64(Called::refused));
+        return poll(
+            agent(), {Awaited::call, peer, 0}, goal, &inbox.called,
+            [&](u64 seen) {
+                if (seen < goal) return Poll::pending;
+                if (seen >= refused) return Poll::refused;  // it is already a call further
+                return inbox.message.digest == digest ? Poll::done : Poll::mismatch;
+            },
+            [&] {
+                u64 seen = load_acquire(&page.called);
+                if (seen < target(u64(Called::announced))) return Poll::pending;
+                if (seen >= refused) return Poll::refused;
+                return load_relaxed(&page.digest) == digest ? Poll::pending : Poll::mismatch;
+            });
     }
 
     MK_DEVICE const CallMessage& message_of(u64 peer) const { return world().inbox[peer].message; }

@@ -124,9 +124,13 @@ def test_a_rank_that_does_not_launch_is_named(module):
 
 
 def test_a_source_that_has_no_such_kernel_or_does_not_compile(module, tmp_path):
-    with pytest.raises(mk.CompileError, match="no kernel other"):
-        module.kernel("other")
     broken = tmp_path / "broken.cu"
     broken.write_text("#include <mkernel/roles.cuh>\nnonsense\n")
-    with pytest.raises(mk.CompileError, match="nonsense"):
-        mk.Module(broken).kernel("any")
+
+    def program(comm):
+        with pytest.raises(mk.CompileError, match="no kernel other"):
+            comm.launch(module.kernel("other"), 1)
+        with pytest.raises(mk.CompileError, match="nonsense"):
+            comm.launch(mk.Module(broken).kernel("any"), 1)
+
+    worlds.run(2, program)

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Runs the shared tests of the operators on this host's GPUs: bash launch/test_gpu.sh [--ranks R] [--junit FOLDER]
+# Without --ranks the worlds of 1, 2, 3 and 4 ranks, one after the other. With fewer GPUs than ranks, ranks share them.
+set -euo pipefail
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+worlds=(1 2 3 4)
+junit="$root/.test_gpu"
+while (($#)); do
+    case "$1" in
+        --ranks) worlds=("$2") ;;
+        --junit) junit="$2" ;;
+        *) die "unknown argument $1: use --ranks R, --junit FOLDER" ;;
+    esac
+    shift 2
+done
+prepare test
+mkdir -p "$junit"
+junit="$(cd "$junit" && pwd -P)"
+cd "$root"
+
+failed=0
+for ranks in "${worlds[@]}"; do
+    mapfile -t launch < <(launcher --ranks "$ranks")
+    say "$ranks rank(s) on GPUs"
+    # Every rank runs the tests; each writes its own report, and all of them have to pass.
+    timeout -k 10 480 "${launch[@]}" -n "$ranks" bash -c '
+        rank="${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-${SLURM_PROCID:-0}}}}"
+        report="$1/world_$2_rank_$rank"
+        shift 2
+        exec "$@" --junitxml "$report.xml" >"$report.txt" 2>&1
+    ' run "$junit" "$ranks" "$python" -m pytest -q -p no:cacheprovider --gpu tests || failed=1
+    tail -n 3 "$junit/world_${ranks}_rank_0.txt"
+done
+((failed)) && say "failed: see $junit"
+exit "$failed"

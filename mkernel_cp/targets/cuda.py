@@ -1,0 +1,625 @@
+"""The cuda target: segments are the driver's allocations, arrays are CuPy's, launches do not wait.
+
+CuPy and cuda-python are imported when a communicator chooses this target, not before.
+"""
+
+import contextlib
+import ctypes
+import glob
+import importlib
+import time
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import compiler, errors, plan
+from ..host_pages import HostPage, SignalPage
+from ..memory import round_up
+from .host import address_of
+
+# The driver carves small allocations out of blocks of 2 MiB, and shares whole blocks.
+_GRAIN = 1 << 21
+_THREADS = 256
+_OLDEST = (8, 0)
+_CLOSED_AND_UNMAPPED = 2
+
+
+def has_gpu() -> bool:
+    """Return whether this host has an NVIDIA device node, whatever may be installed."""
+    return bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """A rank's GPU, and what it says of those that it can see.
+
+    Attributes
+    ----------
+    index : int
+        As this process counts.
+    uuid : str
+    name : str
+    gpu : plan.Gpu
+    reaches : dict of str to bool
+        Per uuid of another visible GPU, whether its memory can be reached.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    gpu: plan.Gpu
+    reaches: dict[str, bool]
+
+
+class CudaTarget:
+    """Kernels on one GPU per rank. Making one is collective.
+
+    Parameters
+    ----------
+    mpi : mpi4py.MPI.Comm
+        The ranks; all on one node.
+    device : int or None
+        This rank's GPU as CUDA counts; None: by rank. It becomes the current device.
+    oversubscribe : bool
+        Whether several ranks may have the same one.
+    """
+
+    name = "cuda"
+
+    def __init__(self, mpi: Any, device: int | None, oversubscribe: bool):
+        self._rank = mpi.Get_rank()
+        answer: _Survey | Exception
+        try:
+            self._cupy, self._driver = _libraries()
+            answer = _survey(self._cupy.cuda.runtime, device, self._rank)
+        except (errors.ConfigurationError, ValueError, TypeError) as error:
+            answer = error
+        surveys = mpi.allgather(answer)
+        for rank, survey in enumerate(surveys):
+            if isinstance(survey, Exception):
+                raise type(survey)(f"rank {rank}: {survey}")
+        _refuse_shared_gpus(surveys, oversubscribe)
+        _refuse_missing_links(surveys)
+        own = surveys[self._rank]
+        self._index, self.gpu = own.index, own.gpu
+        self.device = f"cuda:{own.index} ({own.name})"
+        self._runtime = self._cupy.cuda.runtime
+        self._cupy.cuda.Device(self._index).use()
+        self._side = self._cupy.cuda.Stream(non_blocking=True)
+        self._chain = _chains.setdefault(self._index, _Chain(self._cupy))
+        self._opened: list[Segment] = []
+        self._registered: list[int] = []
+        self._pages: Sequence[HostPage] = ()
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def create(self, nbytes: int) -> "Segment":
+        """Return a new segment of this rank, zeroed; OutOfMemoryError if there is no room."""
+        nbytes = round_up(max(nbytes, 1), _GRAIN)
+        self._sweep()
+        try:
+            try:
+                address = self._runtime.malloc(nbytes)
+            except self._runtime.CUDARuntimeError:
+                # CuPy keeps what its arrays have freed.
+                self._cupy.get_default_memory_pool().free_all_blocks()
+                address = self._runtime.malloc(nbytes)
+        except self._runtime.CUDARuntimeError:
+            free, total = self._runtime.memGetInfo()
+            raise errors.OutOfMemoryError(
+                f"cannot allocate {nbytes} bytes on {self.device}: {free} of {total} are free"
+            ) from None
+        self._runtime.memsetAsync(address, 0, nbytes, self._side.ptr)
+        self._side.synchronize()
+        segment = Segment(self._cupy, self._index, address, nbytes)
+        segment.bury = weakref.finalize(segment, _graveyard.append, _Grave(self, address))
+        segment.bury.atexit = False
+        return segment
+
+    def ticket(self, segment: "Segment") -> tuple[bytes, int]:
+        """Return what the peers need to open a segment, to be pickled."""
+        return self._runtime.ipcGetMemHandle(segment.address), segment.nbytes
+
+    def open(
+        self, segment: "Segment", tickets: list[Any], check: Callable[[], None]
+    ) -> list["Segment"]:
+        """Return every rank's segment, mapped here."""
+        segments = []
+        for rank, (handle, nbytes) in enumerate(tickets):
+            if rank == self._rank:
+                segments.append(segment)
+                continue
+            lazy_peer_access = 1
+            try:
+                address = self._runtime.ipcOpenMemHandle(handle, lazy_peer_access)
+            except self._runtime.CUDARuntimeError as error:
+                raise errors.ConfigurationError(
+                    f"cannot map GPU memory of rank {rank} ({error}): all ranks must see all GPUs "
+                    "(CUDA_VISIBLE_DEVICES), and containers must share the host's IPC namespace"
+                ) from None
+            segments.append(Segment(self._cupy, self._index, address, nbytes))
+            self._opened.append(segments[-1])
+        return segments
+
+    def unmap(self, segments: Sequence["Segment"]) -> None:
+        """Let go of the peers' segments of a number; nothing that uses them may be running."""
+        for segment in segments:
+            if segment in self._opened:
+                self._opened.remove(segment)
+                self._runtime.ipcCloseMemHandle(segment.address)
+
+    def discard(self, segment: "Segment") -> None:
+        """Give back a segment that no peer has mapped, or has any more."""
+        if segment.bury.detach():
+            self._runtime.free(segment.address)
+
+    def constant(self, data: Any) -> "Constant":
+        """Return a ctypes structure or NumPy array where kernels can read it."""
+        return Constant(self, data)
+
+    def map_pages(self, pages: Sequence[HostPage], nbytes: int) -> list[int]:
+        """Return where kernels find pages of host memory."""
+        self._pages = pages
+        addresses = []
+        for page in pages:
+            portable_and_mapped = 3
+            _check(
+                self._driver,
+                self._driver.cuMemHostRegister(page.address, nbytes, portable_and_mapped),
+            )
+            self._registered.append(page.address)
+            (address,) = _check(
+                self._driver, self._driver.cuMemHostGetDevicePointer(page.address, 0)
+            )
+            addresses.append(int(address))
+        return addresses
+
+    def write_words(self, addresses: Sequence[int], values: Sequence[int]) -> None:
+        """Write words of kernels' memory, here or at a peer."""
+        for address, value in zip(addresses, values, strict=True):
+            self.upload(address, ctypes.c_uint64(value))
+
+    def word(self, address: int) -> int:
+        """Return a word of kernels' memory, when what was launched is over."""
+        self.wait()
+        value = ctypes.c_uint64()
+        to_host = 2
+        self._runtime.memcpyAsync(ctypes.addressof(value), address, 8, to_host, self._side.ptr)
+        self._side.synchronize()
+        return value.value
+
+    def upload(self, address: int, data: Any) -> None:
+        """Copy a ctypes object or NumPy array to kernels' memory; return when it is there."""
+        size = data.nbytes if isinstance(data, np.ndarray) else ctypes.sizeof(data)
+        to_device = 1
+        if size:
+            self._runtime.memcpyAsync(address, address_of(data), size, to_device, self._side.ptr)
+            self._side.synchronize()
+
+    # --- arrays -----------------------------------------------------------------------------------
+
+    def array(self, name: str, value: Any) -> Any:
+        """Return an operand or output as this target's array, without a copy; else TypeError."""
+        cupy = self._cupy
+        if not isinstance(value, cupy.ndarray):
+            value = self._borrow(name, value)
+        if value.device.id != self._index and value.size:
+            raise TypeError(
+                f"{name} is on cuda:{value.device.id}, the communicator on cuda:{self._index}: "
+                "copy it there"
+            )
+        return value
+
+    def _borrow(self, name: str, value: Any) -> Any:
+        cupy = self._cupy
+        if hasattr(value, "__cuda_array_interface__"):
+            return cupy.asarray(value)
+        on_gpu = False
+        if hasattr(value, "__dlpack_device__") and not isinstance(value, np.ndarray):
+            cuda, managed = 2, 13
+            on_gpu = value.__dlpack_device__()[0] in (cuda, managed)
+        if on_gpu:
+            return cupy.from_dlpack(value)
+        raise TypeError(
+            f"{name} is a {type(value).__module__}.{type(value).__name__} in host memory: use a "
+            "cupy.ndarray (cupy.asarray makes one), or another array of the GPU"
+        )
+
+    def asarray(self, value: Any, dtype: Any) -> Any:
+        """Return anything that CuPy makes an array of as this target's array."""
+        return self._cupy.asarray(value, dtype)
+
+    def asnumpy(self, array: Any) -> np.ndarray:
+        """Return an array's data in host memory, when what was launched before is over."""
+        return self._cupy.asnumpy(array)
+
+    def shadow(self, array: Any) -> np.ndarray:
+        """Return a NumPy array of the same address, shape and strides; its data are not read."""
+        if array.size == 0:
+            return np.empty(array.shape, array.dtype)
+        return np.asarray(_Shadow(array)).view(array.dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return a new array of this process."""
+        return self._cupy.empty(shape, dtype)
+
+    def copy(self, to: Any, source: Any) -> None:
+        """Copy elements, in the order of the calls."""
+        # Not every version of CuPy copies every dtype, but all copy bits.
+        bits = f"u{to.dtype.itemsize}"
+        to.view(bits)[...] = source.view(bits)
+
+    def zero(self, array: Any) -> None:
+        """Set an array without gaps to zero, in the order of the calls."""
+        stream = self._cupy.cuda.get_current_stream()
+        self._runtime.memsetAsync(array.data.ptr, 0, array.nbytes, stream.ptr)
+
+    # --- launches ---------------------------------------------------------------------------------
+
+    def signals(self, page: SignalPage) -> "Signals":
+        """Return this rank's account of its generations."""
+        return Signals(self, page)
+
+    def kernel(self, source: Any, name: str, defines: Mapping[str, str | int]) -> "Kernel":
+        """Return a kernel of a source file, compiled and loaded."""
+        path = compiler.cubin(source, self.gpu.arch, defines=defines)
+        return Kernel(self._cupy, self._driver, self.gpu, path, name)
+
+    def begin(self) -> None:
+        """Order what follows on the current stream behind the last launch."""
+        stream = self._current_stream()
+        if stream.is_capturing():
+            raise errors.ConfigurationError(
+                "the current stream captures a CUDA graph: fused calls cannot be captured yet; "
+                "call outside the capture"
+            )
+        self._chain.follow(stream)
+
+    def launch(self, kernel: "Kernel", request: "Request") -> None:
+        """Start a kernel on the current stream; OSError if it could not be started."""
+        stream = self._current_stream()
+        kernel.start(request, stream)
+        self._chain.extend(stream)
+
+    def write_in_order(self, address: int, value: int, words: int = 1) -> None:
+        """Set 32-bit words of kernels' memory, behind the last launch and before the next."""
+        self.begin()
+        stream = self._current_stream()
+        _check(self._driver, self._driver.cuMemsetD32Async(address, value, words, stream.ptr))
+        self._chain.extend(stream)
+
+    def wait(self) -> None:
+        """Return when all that was launched is over."""
+        self._chain.wait()
+
+    def close(self) -> None:
+        """Let go of what the target holds, when all that was launched is over."""
+        self.unmap(list(self._opened))
+        for address in self._registered:
+            self._driver.cuMemHostUnregister(address)
+        self._registered.clear()
+        if self._pages:
+            self._pages[self._rank].words.closed = _CLOSED_AND_UNMAPPED
+        self._sweep()
+
+    def unmapped_by_all(self) -> bool:
+        """Return whether no rank uses memory of its peers any more."""
+        return all(page.words.closed == _CLOSED_AND_UNMAPPED for page in self._pages)
+
+    def free(self, address: int) -> None:
+        """Free an allocation."""
+        self._runtime.free(address)
+
+    def _sweep(self) -> None:
+        """Free buried segments that no peer has mapped; it would wait for a running kernel."""
+        if not self._chain.over():
+            return
+        for grave in list(_graveyard):
+            if grave.target.unmapped_by_all():
+                _graveyard.remove(grave)
+                grave.target.free(grave.address)
+
+    def _current_stream(self) -> Any:
+        if self._runtime.getDevice() != self._index:
+            raise ValueError(
+                f"the current device is cuda:{self._runtime.getDevice()}, the communicator's "
+                f"cuda:{self._index}: call cupy.cuda.Device({self._index}).use()"
+            )
+        return self._cupy.cuda.get_current_stream()
+
+
+class Segment:
+    """Bytes of one rank's GPU, mapped into this process.
+
+    Attributes
+    ----------
+    address, nbytes : int
+    """
+
+    def __init__(self, cupy: Any, index: int, address: int, nbytes: int):
+        self._cupy, self._index = cupy, index
+        self.address, self.nbytes = address, nbytes
+
+    @property
+    def bytes(self) -> Any:
+        """All of it, as an array."""
+        return self._view(self.address, self.nbytes, self)
+
+    def block(self, address: int, nbytes: int) -> tuple[Any, Any]:
+        """Return an array of bytes in it, and what lives as long as any view of that."""
+        owner = _Owner(self)
+        return owner, self._view(address, nbytes, owner)
+
+    def _view(self, address: int, nbytes: int, owner: Any) -> Any:
+        memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner, self._index)
+        pointer = self._cupy.cuda.MemoryPointer(memory, 0)
+        return self._cupy.ndarray((nbytes,), np.uint8, pointer)
+
+
+class _Owner:
+    """What an array in a segment holds on to."""
+
+    def __init__(self, segment: Segment):
+        self._segment = segment
+
+
+@dataclass(frozen=True, eq=False)
+class _Grave:
+    """An allocation that this process uses no more, but perhaps its peers."""
+
+    target: CudaTarget
+    address: int
+
+
+class _Shadow:
+    """The place of a CuPy array, for NumPy."""
+
+    def __init__(self, array: Any):
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (array.data.ptr, False),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+        }
+
+
+class Constant:
+    """Data that kernels read, copied to the GPU.
+
+    Attributes
+    ----------
+    address : int
+    """
+
+    def __init__(self, target: CudaTarget, data: Any):
+        size = data.nbytes if isinstance(data, np.ndarray) else ctypes.sizeof(data)
+        self._target, self._data = target, data
+        self._memory = target.empty((max(size, 1),), np.dtype(np.uint8))
+        self.address = self._memory.data.ptr
+        # The pool may have handed out what a kernel on the current stream still uses.
+        target._cupy.cuda.get_current_stream().synchronize()
+        target.upload(self.address, data)
+
+    def update(self) -> None:
+        """Make changes of the data seen by later launches; waits for those before."""
+        self._target.wait()
+        self._target.upload(self.address, self._data)
+
+
+class Signals:
+    """Which generations are over once what this rank has started is; the host counts along.
+
+    Parameters
+    ----------
+    target : CudaTarget
+    page : SignalPage
+    """
+
+    def __init__(self, target: CudaTarget, page: SignalPage):
+        self._target, self._page = target, page
+        self.generation = 0
+
+    def advance(self) -> None:
+        """Count a generation that no kernel ran for, in the order of the launches."""
+        self.generation += 1
+        page = self._page
+        self._target.write_in_order(page.counters, 0, page.counters_nbytes // 4)
+        self._target.write_in_order(page.generation_word, self.generation)
+
+    def launched(self, generation: int) -> bool:
+        """Return whether a launch that was to make this generation has not failed so far."""
+        self.generation = generation
+        return True
+
+
+class Request:
+    """One launch.
+
+    Attributes
+    ----------
+    grid, shared_bytes : int
+    arguments : int
+        Address of the array of pointers to the parameters.
+    """
+
+    def __init__(self, params: ctypes.Structure, grid: int, shared_bytes: int):
+        self.grid, self.shared_bytes = grid, shared_bytes
+        self._params = params
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self.arguments = ctypes.addressof(self._pointers)
+
+
+class Kernel:
+    """A kernel, loaded."""
+
+    def __init__(self, cupy: Any, driver: Any, gpu: plan.Gpu, path: Any, name: str):
+        self._driver, self._gpu, self._name = driver, gpu, name
+        self._module = cupy.RawModule(path=str(path))
+        self._function = driver.CUfunction(int(self._module.get_function(name).kernel.ptr))
+        self._shared_bytes = 0
+        _, self.params_bytes = _check(driver, driver.cuFuncGetParamInfo(self._function, 0))
+
+    def capacity(self, shared_bytes: int) -> int:
+        """Return how many agents with so much shared memory the GPU runs at a time."""
+        driver = self._driver
+        if shared_bytes > self._shared_bytes:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver, driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+            self._shared_bytes = shared_bytes
+        (blocks,) = _check(
+            driver,
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                self._function, _THREADS, shared_bytes
+            ),
+        )
+        return blocks * self._gpu.processors
+
+    def request(
+        self, params: ctypes.Structure, agents: int, lanes: int, shared_bytes: int, seed: int
+    ) -> Request:
+        """Return what asks for a launch; lanes and seed are for the host target."""
+        return Request(params, agents, shared_bytes)
+
+    def start(self, request: Request, stream: Any) -> None:
+        """Start it on a stream; OSError if the driver refuses."""
+        (status,) = self._driver.cuLaunchCooperativeKernel(
+            *(self._function, request.grid, 1, 1, _THREADS, 1, 1, request.shared_bytes),
+            *(stream.ptr, request.arguments),
+        )
+        if status:
+            raise OSError(0, f"{self._name} was not launched: {status.name}")
+
+
+class _Chain:
+    """The order of all fused launches of this process on one GPU."""
+
+    def __init__(self, cupy: Any):
+        self._cupy = cupy
+        self._last = cupy.cuda.Event(disable_timing=True)
+        self._begun = False
+
+    def follow(self, stream: Any) -> None:
+        if self._begun:
+            stream.wait_event(self._last)
+
+    def extend(self, stream: Any) -> None:
+        self._last.record(stream)
+        self._begun = True
+
+    def over(self) -> bool:
+        try:
+            return not self._begun or self._last.done
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise errors.Error(f"the GPU has failed: {error}") from None
+
+    def wait(self) -> None:
+        pause = 1e-6
+        while not self.over():
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+
+_chains: dict[int, _Chain] = {}
+_graveyard: list[_Grave] = []
+
+
+def _libraries() -> tuple[types.ModuleType, types.ModuleType]:
+    """Import CuPy and cuda-python, and see that they reach a GPU; else ConfigurationError."""
+    extra = f"pip install 'mkernel_cp[cu{_driver_series()}]'"
+    try:
+        cupy = importlib.import_module("cupy")
+        driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise errors.ConfigurationError(
+            f"target 'cuda' needs CuPy and cuda-python ({error}): {extra}"
+        ) from None
+    if int(cupy.__version__.split(".")[0]) < 14:
+        raise errors.ConfigurationError(f"CuPy is {cupy.__version__}, and 14 is needed: {extra}")
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise errors.ConfigurationError(
+            f"the NVIDIA driver gives no GPU ({error}): see what nvidia-smi says; or use "
+            "target='host' (MKERNEL_TARGET=host)"
+        ) from None
+    if count == 0:
+        raise errors.ConfigurationError("no GPU is visible: see CUDA_VISIBLE_DEVICES")
+    return cupy, driver
+
+
+def _driver_series() -> int:
+    version = ctypes.c_int(13000)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return 12 if version.value < 13000 else 13
+
+
+def _survey(runtime: Any, device: int | None, rank: int) -> _Survey:
+    count = runtime.getDeviceCount()
+    if device is None:
+        device = rank % count
+    if not isinstance(device, int | np.integer):
+        raise TypeError(f"device={device!r}: use an integer, as CUDA counts, or None")
+    if not 0 <= device < count:
+        raise ValueError(f"device={device}: this process sees {count} GPU(s), from 0 on")
+    facts = [runtime.getDeviceProperties(index) for index in range(count)]
+    own = facts[device]
+    capability = own["major"], own["minor"]
+    name = own["name"].decode()
+    if capability < _OLDEST:
+        raise errors.ConfigurationError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}: GPUs from 8.0 on are "
+            "supported"
+        )
+    arch = f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
+    return _Survey(
+        int(device),
+        own["uuid"].hex(),
+        name,
+        plan.Gpu(arch, own["multiProcessorCount"], own["sharedMemPerBlockOptin"]),
+        {
+            other["uuid"].hex(): bool(runtime.deviceCanAccessPeer(device, index))
+            for index, other in enumerate(facts)
+            if index != device
+        },
+    )
+
+
+def _refuse_shared_gpus(surveys: Sequence[_Survey], oversubscribe: bool) -> None:
+    ranks: dict[str, list[int]] = {}
+    for rank, survey in enumerate(surveys):
+        ranks.setdefault(survey.uuid, []).append(rank)
+    shared = [group for group in ranks.values() if len(group) > 1]
+    if shared and not oversubscribe:
+        raise errors.ConfigurationError(
+            f"ranks {', '.join(map(str, shared))} have one GPU each group: start as many ranks as "
+            "there are GPUs, choose them with device=, or pass oversubscribe=True, which is slow "
+            "and meant for tests"
+        )
+
+
+def _refuse_missing_links(surveys: Sequence[_Survey]) -> None:
+    missing = [
+        (a, b)
+        for a, one in enumerate(surveys)
+        for b, other in enumerate(surveys)
+        if not one.reaches.get(other.uuid, True)
+    ]
+    if missing:
+        raise errors.ConfigurationError(
+            f"no peer-to-peer access between the GPUs of these ranks: {missing}; nvidia-smi topo "
+            "-p2p r shows why. Use ranks whose GPUs reach each other"
+        )
+
+
+def _check(driver: types.ModuleType, result: tuple) -> tuple:
+    """Return the values of a call to the driver."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise errors.Error(f"CUDA driver: {status.name}")
+    return tuple(values)
