@@ -502,6 +502,9 @@ class Communicator:
             if called == signal(generation, READY):
                 continue  # it has all our data, and may well have closed
             if closed:
+                why = self._pages[peer].words.abort  # it says more than that it has closed
+                if why and not self._failed():
+                    self._pages[self.rank].words.abort = why
                 self._fail(Reason.CLOSED, peer, generation)
             if called == signal(generation, ANNOUNCED):
                 continue  # it agrees too; the answers tell on what
@@ -689,6 +692,7 @@ class Communicator:
 
     def _fail(self, reason: Reason, peer: int, generation: int, waited: float = 0.0) -> None:
         """Record a failure that the host saw, tell all ranks, and raise it."""
+        self._raise_failure()
         page = self._pages[self.rank]
         if not page.words.by_kernel.written:
             write_record(
