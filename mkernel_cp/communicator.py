@@ -667,6 +667,11 @@ class Communicator:
 
     # --- failure and end --------------------------------------------------------------------------
 
+    def begin(self, what: str) -> None:
+        """Raise if no call can be made any more."""
+        if self._closed or self._pages[self.rank].words.abort or self._process != os.getpid():
+            self._begin(what)
+
     def _begin(self, what: str) -> None:
         if self._process != os.getpid():
             raise RuntimeError(

@@ -4,6 +4,7 @@ CuPy and cuda-python are imported when a communicator chooses this target, not b
 """
 
 import contextlib
+import copy
 import ctypes
 import glob
 import importlib
@@ -88,6 +89,7 @@ class CudaTarget:
         self._index, self.gpu = own.index, own.gpu
         self.device = f"cuda:{own.index} ({own.name})"
         self._runtime = self._cupy.cuda.runtime
+        self._array = self._cupy.ndarray
         self._cupy.cuda.Device(self._index).use()
         self._side = self._cupy.cuda.Stream(non_blocking=True)
         self._chain = _chains.setdefault(self._index, _Chain(self._cupy))
@@ -271,6 +273,15 @@ class CudaTarget:
         path = compiler.cubin(compiler.kernel_source(name), self.gpu.arch, defines=defines)
         return Kernel(self._cupy, self._driver, self.gpu, path, name)
 
+    def key(self, *arrays: Any) -> Any:
+        """Return what stands for operands in a repeated call; None to look at them each time."""
+        key = []
+        for array in arrays:
+            if type(array) is not self._array:
+                return None
+            key.append((array.data.ptr, array.shape, array.strides, array.dtype))
+        return tuple(key)
+
     def begin(self) -> None:
         """Order what follows on the current stream behind the last launch."""
         stream = self._current_stream()
@@ -451,8 +462,8 @@ class Request:
 
     def __init__(self, params: ctypes.Structure, grid: int, shared_bytes: int):
         self.grid, self.shared_bytes = grid, shared_bytes
-        self._params = params
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._params = copy.copy(params)  # of its own, as a request may be kept
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self.arguments = ctypes.addressof(self._pointers)
 
 
@@ -551,6 +562,15 @@ def _libraries() -> tuple[types.ModuleType, types.ModuleType]:
     if count == 0:
         raise errors.ConfigurationError("no GPU is visible: see CUDA_VISIBLE_DEVICES")
     return cupy, driver
+
+
+def describe() -> list[str]:
+    """Return the names of the GPUs that this process sees; ConfigurationError if it cannot."""
+    runtime = _libraries()[0].cuda.runtime
+    return [
+        runtime.getDeviceProperties(index)["name"].decode()
+        for index in range(runtime.getDeviceCount())
+    ]
 
 
 def _driver_series() -> int:
