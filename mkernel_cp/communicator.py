@@ -437,6 +437,8 @@ class Communicator:
         ends in an error, not in a wait. An exception of `work` is raised on all ranks alike.
         """
         self._begin(what)
+        self._machine.refuse_capture(what)
+        self._signals.refresh()
         generation = self._signals.generation + 1
         digest = digest_of(what)
         page = self._pages[self.rank]
@@ -570,10 +572,11 @@ class Communicator:
         segments = self._share(Arena.data_offset_for(signals) + nbytes)
         if old:
             # Nobody uses it once all ranks have come here and their earlier calls are over.
-            unused = self._segments.remove(old.number)
             self._machine.wait()
-            self.agree("to let go of memory", lambda: self._machine.unmap(unused))
-            self._machine.discard(unused[self.rank])
+            if not any(self.agree("whether graphs hold memory", lambda: self._machine.captured)):
+                unused = self._segments.remove(old.number)
+                self.agree("to let go of memory", lambda: self._machine.unmap(unused))
+                self._machine.discard(unused[self.rank])
         self._arena = Arena(self._add_segments(segments), signals, nbytes)
 
     @property
@@ -656,6 +659,7 @@ class Communicator:
 
     def refuse(self, error: Exception) -> None:
         """Post an error in place of this rank's next call, so that no peer waits for it."""
+        self._signals.refresh()
         generation = self._signals.generation + 1
         text = f"{type(error).__name__}: {error}"
         self._pages[self.rank].set_text(generation, text)

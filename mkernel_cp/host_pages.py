@@ -100,11 +100,16 @@ class HostPage:
         self._texts[start + _SAID.size : start + _SAID.size + len(data)] = data
 
     def text(self, generation: int) -> str:
-        """Return what the rank said of a generation."""
-        start = generation % _TEXT_SLOTS * _TEXT_BYTES
-        said, length = _SAID.unpack_from(self._texts, start)
-        if said != generation:
+        """Return what the rank said of a generation, or, if nothing, of the last before it."""
+        slots = {
+            _SAID.unpack_from(self._texts, slot * _TEXT_BYTES): slot * _TEXT_BYTES
+            for slot in range(_TEXT_SLOTS)
+        }
+        # The host does not see the generations of graphs: they are what it has said last.
+        said, length = max(key for key in slots if key[0] <= generation)
+        if said == 0:
             return "nothing"
+        start = slots[said, length]
         start += _SAID.size
         return bytes(self._texts[start : start + length]).decode(errors="replace")
 

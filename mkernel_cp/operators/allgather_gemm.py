@@ -207,6 +207,7 @@ class AllGatherGemm:
             if ready is not None:
                 comm.begin(self._what)
                 machine.begin()
+                machine.hold(self._arrays, a, b, out)
                 comm.run(self._kernel, ready, self._what)
                 return out
         with comm.refusing_alone():
@@ -215,11 +216,14 @@ class AllGatherGemm:
             inputs = ("a", own.shadow), ("b", other.shadow)
             result = operands.output(out, spec.out_shape, spec.out_dtype, inputs, machine)
             machine.begin()
+            if machine.capturing and out is None:
+                raise ValueError("a call that a CUDA graph captures needs out=")
         # A kernel steps in whole elements; what does not is copied.
         target = result
         if operands.strides(result.shadow) is None:
             target = operands.Operand("out", machine.empty(spec.out_shape, spec.out_dtype), machine)
         request, used = self._request(own, other, target)
+        machine.hold(self._arrays, used, result)
         comm.run(self._kernel, request, self._what)
         if key and used == (own, other, result):
             if len(self._ready) == _MOST_READY:

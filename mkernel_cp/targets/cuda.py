@@ -93,6 +93,8 @@ class CudaTarget:
         self._cupy.cuda.Device(self._index).use()
         self._side = self._cupy.cuda.Stream(non_blocking=True)
         self._chain = _chains.setdefault(self._index, _Chain(self._cupy))
+        self.capturing = self.captured = False  # now; ever
+        self._held: list[Any] = []
         self._opened: list[Segment] = []
         self._registered: list[int] = []
         self._pages: Sequence[HostPage] = ()
@@ -285,32 +287,51 @@ class CudaTarget:
     def begin(self) -> None:
         """Order what follows on the current stream behind the last launch."""
         stream = self._current_stream()
-        if stream.is_capturing():
-            raise errors.ConfigurationError(
-                "the current stream captures a CUDA graph: fused calls cannot be captured yet; "
-                "call outside the capture"
-            )
-        self._chain.follow(stream)
+        self.capturing = stream.is_capturing()
+        # A capture cannot wait for an event from outside it: graphs are the caller's to order.
+        if self.capturing:
+            self.captured = True
+        else:
+            self._chain.follow(stream)
 
     def launch(self, kernel: "Kernel", request: "Request") -> None:
         """Start a kernel on the current stream; OSError if it could not be started."""
         stream = self._current_stream()
         kernel.start(request, stream)
-        self._chain.extend(stream)
+        if not self.capturing:
+            self._chain.extend(stream)
+
+    def hold(self, *objects: Any) -> None:
+        """Keep what a launch uses for as long as a graph may launch it again."""
+        if self.capturing:
+            self._held.append(objects)
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise if the current stream captures a graph, which cannot hold what is to come."""
+        if self._current_stream().is_capturing():
+            raise errors.ConfigurationError(
+                f"{what} while the current stream captures a CUDA graph: warm up first, with the "
+                "same call outside the capture"
+            )
 
     def write_in_order(self, address: int, value: int, words: int = 1) -> None:
         """Set 32-bit words of kernels' memory, behind the last launch and before the next."""
-        self.begin()
-        stream = self._current_stream()
-        _check(self._driver, self._driver.cuMemsetD32Async(address, value, words, stream.ptr))
-        self._chain.extend(stream)
+        self._chain.follow(self._side)
+        _check(self._driver, self._driver.cuMemsetD32Async(address, value, words, self._side.ptr))
+        self._chain.extend(self._side)
 
     def wait(self) -> None:
-        """Return when all that was launched is over."""
+        """Return when all that was launched is over, graphs only as far as on this stream."""
+        if self.captured:
+            stream = self._cupy.cuda.get_current_stream()
+            if not stream.is_capturing():
+                self._chain.follow(stream)
+                self._chain.extend(stream)
         self._chain.wait()
 
     def close(self) -> None:
         """Let go of what the target holds, when all that was launched is over."""
+        self._held.clear()
         self.unmap(list(self._opened))
         for address in self._registered:
             self._driver.cuMemHostUnregister(address)
@@ -437,6 +458,11 @@ class Signals:
         self._target, self._page = target, page
         self.generation = 0
 
+    def refresh(self) -> None:
+        """Find out how often graphs have launched kernels, which the host does not see."""
+        if self._target.captured:
+            self.generation = self._target.word(self._page.generation_word)
+
     def advance(self) -> None:
         """Count a generation that no kernel ran for, in the order of the launches."""
         self.generation += 1
@@ -446,7 +472,8 @@ class Signals:
 
     def launched(self, generation: int) -> bool:
         """Return whether a launch that was to make this generation has not failed so far."""
-        self.generation = generation
+        if not self._target.capturing:
+            self.generation = generation
         return True
 
 

@@ -30,6 +30,7 @@ class HostTarget:
     name = "host"
     device = "cpu"
     gpu: plan.Gpu | None = None
+    capturing = captured = False  # a graph: now; ever
 
     def __init__(self, links: Any):
         self._links = links
@@ -131,6 +132,12 @@ class HostTarget:
         if status:
             raise OSError(status, os.strerror(status))
 
+    def hold(self, *objects: Any) -> None:
+        """Keep what a launch uses for as long as a graph may launch it again."""
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise if what follows would become part of a graph, which cannot hold it."""
+
     def wait(self) -> None:
         """Return when all that was launched is over."""
 
@@ -171,6 +178,9 @@ class Signals:
     def generation(self) -> int:
         """Of the last call or agreement that ended well."""
         return self._generation.value
+
+    def refresh(self) -> None:
+        """Find out how often graphs have launched kernels, which the host does not see."""
 
     def advance(self) -> None:
         """Count a generation that no kernel ran for."""
