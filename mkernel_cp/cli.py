@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import demo, doctor, job, run
+from .commands import compile, demo, doctor, job, run
 from .plan import DTYPES
 
 _DESCRIPTION = """\
@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
     if arguments.command == "doctor":
         return doctor.doctor()
+    if arguments.command == "compile":
+        return compile.compile_kernels(arguments)
     return job.on_ranks(functools.partial(arguments.program, arguments=arguments))
 
 
@@ -59,6 +61,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of C: that of A (default), or float32 where A has 16 bits",
     )
     operator.set_defaults(program=run.allgather_gemm)
+
+    command = commands.add_parser(
+        "compile", help="compile the kernels for a GPU ahead of a job; needs no GPU"
+    )
+    command.add_argument(
+        "--arch", default="sm_90a", help="compute capability of the GPU (default: sm_90a)"
+    )
 
     commands.add_parser("doctor", help="tell what this machine has and lacks, and what mends it")
     return parser

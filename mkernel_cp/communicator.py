@@ -450,6 +450,8 @@ class Communicator:
         return values
 
     def _agree(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        self._machine.refuse_capture(what)
+        self._signals.refresh()
         generation = self._signals.generation + 1
         digest = digest_of(what)
         page = self._pages[self.rank]
@@ -512,6 +514,9 @@ class Communicator:
             if called == signal(generation, READY):
                 continue  # it has all our data, and may well have closed
             if closed:
+                why = self._pages[peer].words.abort  # it says more than that it has closed
+                if why and not self._failed():
+                    self._pages[self.rank].words.abort = why
                 self._fail(Reason.CLOSED, peer, generation)
             if called == signal(generation, ANNOUNCED):
                 continue  # it agrees too; the answers tell on what
@@ -577,10 +582,11 @@ class Communicator:
         segments = self._share(Arena.data_offset_for(signals) + nbytes)
         if old:
             # Nobody uses it once all ranks have come here and their earlier calls are over.
-            unused = self._segments.remove(old.number)
             self._machine.wait()
-            self.agree("to let go of memory", lambda: self._machine.unmap(unused))
-            self._machine.discard(unused[self.rank])
+            if not any(self.agree("whether graphs hold memory", lambda: self._machine.captured)):
+                unused = self._segments.remove(old.number)
+                self.agree("to let go of memory", lambda: self._machine.unmap(unused))
+                self._machine.discard(unused[self.rank])
         self._arena = Arena(self._add_segments(segments), signals, nbytes)
 
     @property
@@ -755,6 +761,7 @@ class Communicator:
 
     def refuse(self, error: Exception) -> None:
         """Post an error in place of this rank's next call, so that no peer waits for it."""
+        self._signals.refresh()
         generation = self._signals.generation + 1
         text = f"{type(error).__name__}: {error}"
         self._pages[self.rank].set_text(generation, text)
@@ -765,6 +772,11 @@ class Communicator:
         return ((self.rank + i) % self.size for i in range(1, self.size))
 
     # --- failure and end --------------------------------------------------------------------------
+
+    def begin(self, what: str) -> None:
+        """Raise if no call can be made any more."""
+        if self._closed or self._pages[self.rank].words.abort or self._process != os.getpid():
+            self._begin(what)
 
     def _begin(self, what: str) -> None:
         if self._process != os.getpid():

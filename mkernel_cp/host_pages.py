@@ -6,9 +6,8 @@ where kernels look: its words are read and written here on the host target only.
 
 import ctypes
 import hashlib
+import struct
 from collections.abc import Sequence
-
-import numpy as np
 
 from . import structs
 from .memory import Segment, round_up
@@ -18,6 +17,7 @@ ANNOUNCED, READY, REFUSED = 1, 2, 3
 
 _LINE = 64
 _TEXT_SLOTS, _TEXT_BYTES = 16, 2048
+_SAID = struct.Struct("=QQ")  # generation, bytes
 
 
 def signal(generation: int, progress: int) -> int:
@@ -79,8 +79,7 @@ class HostPage:
         self.address = segment.address
         self.words = page.from_address(segment.address)
         start = round_up(ctypes.sizeof(page), _LINE)
-        slots = segment.bytes[start : start + _TEXT_SLOTS * _TEXT_BYTES]
-        self._texts = slots.reshape(_TEXT_SLOTS, _TEXT_BYTES)
+        self._texts = memoryview(segment.bytes)[start : start + _TEXT_SLOTS * _TEXT_BYTES]
 
     @staticmethod
     def nbytes() -> int:
@@ -95,18 +94,24 @@ class HostPage:
 
     def set_text(self, generation: int, text: str) -> None:
         """Say what this rank calls in a generation, or why it refuses to."""
-        data = text.encode()[: _TEXT_BYTES - 16]
-        slot = self._texts[generation % _TEXT_SLOTS]
-        slot[:16].view(np.uint64)[:] = generation, len(data)
-        slot[16 : 16 + len(data)] = np.frombuffer(data, np.uint8)
+        data = text.encode()[: _TEXT_BYTES - _SAID.size]
+        start = generation % _TEXT_SLOTS * _TEXT_BYTES
+        _SAID.pack_into(self._texts, start, generation, len(data))
+        self._texts[start + _SAID.size : start + _SAID.size + len(data)] = data
 
     def text(self, generation: int) -> str:
-        """Return what the rank said of a generation."""
-        slot = self._texts[generation % _TEXT_SLOTS]
-        said, length = slot[:16].view(np.uint64).tolist()
-        if said != generation:
+        """Return what the rank said of a generation, or, if nothing, of the last before it."""
+        slots = {
+            _SAID.unpack_from(self._texts, slot * _TEXT_BYTES): slot * _TEXT_BYTES
+            for slot in range(_TEXT_SLOTS)
+        }
+        # The host does not see the generations of graphs: they are what it has said last.
+        said, length = max(key for key in slots if key[0] <= generation)
+        if said == 0:
             return "nothing"
-        return slot[16 : 16 + length].tobytes().decode(errors="replace")
+        start = slots[said, length]
+        start += _SAID.size
+        return bytes(self._texts[start : start + length]).decode(errors="replace")
 
 
 def write_record(page: HostPage, *, by_watcher: bool, **fields: int) -> None:

@@ -78,6 +78,11 @@ def cpp_type(dtype: np.dtype) -> str:
     return {"float32": "float", "float64": "double"}.get(dtype.name, dtype.name)
 
 
+def type_defines(dtype: np.dtype, out_dtype: np.dtype) -> dict[str, str]:
+    """Return the macros that say a kernel's dtypes."""
+    return {"MK_TYPE": cpp_type(dtype), "MK_OUT_TYPE": cpp_type(out_dtype)}
+
+
 @dataclass(frozen=True)
 class Gpu:
     """What a plan has to know of a GPU.

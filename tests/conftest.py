@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config, items):
     if worlds.gpu_world is None:
         return
     here = [item for item in items if _world_of(item) == worlds.gpu_world.Get_size()]
-    config.hook.pytest_deselected([item for item in items if item not in here])
+    config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = here
     config.expected = {item.nodeid for item in here}
 

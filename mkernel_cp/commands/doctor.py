@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from .. import __version__, compiler, settings
 from ..errors import ConfigurationError
+from ..targets import cuda
 from .job import launched_rank, speaks
 
 _PACKAGES = ("numpy", "ml_dtypes", "mpi4py")
@@ -108,13 +109,13 @@ def _target() -> Iterator[Finding]:
         wanted = settings.target()
     except ConfigurationError:
         return  # told among the environment variables
-    if wanted == "cuda":
-        yield Finding(
-            "MISSING",
-            "target",
-            "cuda, by MKERNEL_TARGET: there is none yet",
-            "unset MKERNEL_TARGET",
-        )
+    if wanted == "cuda" or (wanted == "auto" and cuda.has_gpu()):
+        try:
+            text = ", ".join(cuda.describe())
+            yield Finding("ok", "target", f"cuda: {text}")
+        except ConfigurationError as error:
+            text, _, mend = str(error).rpartition(": ")
+            yield Finding("MISSING", "target", text, mend)
     else:
         yield Finding("ok", "target", "host: loops on CPU threads, not a measure of speed")
 

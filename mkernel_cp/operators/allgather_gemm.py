@@ -11,6 +11,9 @@ from ..communicator import Arena, Communicator, extent
 from ..memory import Location
 from . import operands
 
+# Triples of operands for which a call need not be prepared again.
+_MOST_READY = 64
+
 
 def allgather_gemm(
     a: np.ndarray,
@@ -156,6 +159,7 @@ class AllGatherGemm:
         """Fill in the structs with the addresses that this arena gives."""
         structures, plan, comm = structs.shared(), self.plan, self._comm
         self._arena = arena
+        self._ready: dict[Any, Any] = {}
         base = comm.segments[arena.number]
         offsets = [arena.data_offset_for(arena.signals) + at for at in plan.arena_offsets()]
         self._stage = Location(arena.number, offsets[comm.rank])
@@ -197,18 +201,34 @@ class AllGatherGemm:
         if comm is None:
             raise ValueError("this plan is closed: make another")
         machine, spec = comm.machine, self._spec
+        key = out is not None and machine.key(a, b, out)
+        if key and self._arena is comm.arena:
+            ready = self._ready.get(key)
+            if ready is not None:
+                comm.begin(self._what)
+                machine.begin()
+                machine.hold(self._arrays, a, b, out)
+                comm.run(self._kernel, ready, self._what)
+                return out
         with comm.refusing_alone():
             own, other = (operands.Operand(*pair, machine) for pair in (("a", a), ("b", b)))
             spec.check(own.shadow, other.shadow)
             inputs = ("a", own.shadow), ("b", other.shadow)
             result = operands.output(out, spec.out_shape, spec.out_dtype, inputs, machine)
             machine.begin()
+            if machine.capturing and out is None:
+                raise ValueError("a call that a CUDA graph captures needs out=")
         # A kernel steps in whole elements; what does not is copied.
         target = result
         if operands.strides(result.shadow) is None:
             target = operands.Operand("out", machine.empty(spec.out_shape, spec.out_dtype), machine)
-        request, _held = self._request(own, other, target)
+        request, used = self._request(own, other, target)
+        machine.hold(self._arrays, used, result)
         comm.run(self._kernel, request, self._what)
+        if key and used == (own, other, result):
+            if len(self._ready) == _MOST_READY:
+                self._ready.clear()
+            self._ready[key] = request
         if target is not result:
             machine.copy(result.array, target.array)
         return result.array if out is None else out
@@ -258,7 +278,7 @@ class AllGatherGemm:
 
     def close(self) -> None:
         """Forget the plan. Local; nothing waits for it."""
-        self._arrays, self._comm = {}, None
+        self._arrays, self._ready, self._comm = {}, {}, None
 
     def __enter__(self) -> "AllGatherGemm":
         return self
@@ -323,8 +343,7 @@ class _Spec:
 
 
 def _kernel(spec: _Spec, machine: Any) -> Any:
-    types = {"MK_TYPE": spec.dtype, "MK_OUT_TYPE": spec.out_dtype}
-    defines = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
+    defines: dict[str, Any] = plans.type_defines(spec.dtype, spec.out_dtype)
     if machine.gpu is not None:
         defines |= _portable_tile(spec, machine.gpu).defines(spec.dtype)
     return machine.kernel(compiler.kernel_source("allgather_gemm"), "allgather_gemm", defines)

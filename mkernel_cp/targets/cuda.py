@@ -4,6 +4,7 @@ CuPy and cuda-python are imported when a communicator chooses this target, not b
 """
 
 import contextlib
+import copy
 import ctypes
 import glob
 import importlib
@@ -88,9 +89,12 @@ class CudaTarget:
         self._index, self.gpu = own.index, own.gpu
         self.device = f"cuda:{own.index} ({own.name})"
         self._runtime = self._cupy.cuda.runtime
+        self._array = self._cupy.ndarray
         self._cupy.cuda.Device(self._index).use()
         self._side = self._cupy.cuda.Stream(non_blocking=True)
         self._chain = _chains.setdefault(self._index, _Chain(self._cupy))
+        self.capturing = self.captured = False  # now; ever
+        self._held: list[Any] = []
         self._opened: list[Segment] = []
         self._registered: list[int] = []
         self._pages: Sequence[HostPage] = ()
@@ -269,35 +273,63 @@ class CudaTarget:
         path = compiler.cubin(source, self.gpu.arch, defines=defines)
         return Kernel(self._cupy, self._driver, self.gpu, path, name)
 
+    def key(self, *arrays: Any) -> Any:
+        """Return what stands for operands in a repeated call; None to look at them each time."""
+        key = []
+        for array in arrays:
+            if type(array) is not self._array:
+                return None
+            key.append((array.data.ptr, array.shape, array.strides, array.dtype))
+        return tuple(key)
+
     def begin(self) -> None:
         """Order what follows on the current stream behind the last launch."""
         stream = self._current_stream()
-        if stream.is_capturing():
-            raise errors.ConfigurationError(
-                "the current stream captures a CUDA graph: fused calls cannot be captured yet; "
-                "call outside the capture"
-            )
-        self._chain.follow(stream)
+        self.capturing = stream.is_capturing()
+        # A capture cannot wait for an event from outside it: graphs are the caller's to order.
+        if self.capturing:
+            self.captured = True
+        else:
+            self._chain.follow(stream)
 
     def launch(self, kernel: "Kernel", request: "Request") -> None:
         """Start a kernel on the current stream; OSError if it could not be started."""
         stream = self._current_stream()
         kernel.start(request, stream)
-        self._chain.extend(stream)
+        if not self.capturing:
+            self._chain.extend(stream)
+
+    def hold(self, *objects: Any) -> None:
+        """Keep what a launch uses for as long as a graph may launch it again."""
+        if self.capturing:
+            self._held.append(objects)
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise if the current stream captures a graph, which cannot hold what is to come."""
+        if self._current_stream().is_capturing():
+            raise errors.ConfigurationError(
+                f"{what} while the current stream captures a CUDA graph: warm up first, with the "
+                "same call outside the capture"
+            )
 
     def write_in_order(self, address: int, value: int, words: int = 1) -> None:
         """Set 32-bit words of kernels' memory, behind the last launch and before the next."""
-        self.begin()
-        stream = self._current_stream()
-        _check(self._driver, self._driver.cuMemsetD32Async(address, value, words, stream.ptr))
-        self._chain.extend(stream)
+        self._chain.follow(self._side)
+        _check(self._driver, self._driver.cuMemsetD32Async(address, value, words, self._side.ptr))
+        self._chain.extend(self._side)
 
     def wait(self) -> None:
-        """Return when all that was launched is over."""
+        """Return when all that was launched is over, graphs only as far as on this stream."""
+        if self.captured:
+            stream = self._cupy.cuda.get_current_stream()
+            if not stream.is_capturing():
+                self._chain.follow(stream)
+                self._chain.extend(stream)
         self._chain.wait()
 
     def close(self) -> None:
         """Let go of what the target holds, when all that was launched is over."""
+        self._held.clear()
         self.unmap(list(self._opened))
         for address in self._registered:
             self._driver.cuMemHostUnregister(address)
@@ -424,6 +456,11 @@ class Signals:
         self._target, self._page = target, page
         self.generation = 0
 
+    def refresh(self) -> None:
+        """Find out how often graphs have launched kernels, which the host does not see."""
+        if self._target.captured:
+            self.generation = self._target.word(self._page.generation_word)
+
     def advance(self) -> None:
         """Count a generation that no kernel ran for, in the order of the launches."""
         self.generation += 1
@@ -433,7 +470,8 @@ class Signals:
 
     def launched(self, generation: int) -> bool:
         """Return whether a launch that was to make this generation has not failed so far."""
-        self.generation = generation
+        if not self._target.capturing:
+            self.generation = generation
         return True
 
 
@@ -449,8 +487,8 @@ class Request:
 
     def __init__(self, params: ctypes.Structure, grid: int, shared_bytes: int):
         self.grid, self.shared_bytes = grid, shared_bytes
-        self._params = params
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._params = copy.copy(params)  # of its own, as a request may be kept
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self.arguments = ctypes.addressof(self._pointers)
 
 
@@ -550,6 +588,15 @@ def _libraries() -> tuple[types.ModuleType, types.ModuleType]:
     if count == 0:
         raise errors.ConfigurationError("no GPU is visible: see CUDA_VISIBLE_DEVICES")
     return cupy, driver
+
+
+def describe() -> list[str]:
+    """Return the names of the GPUs that this process sees; ConfigurationError if it cannot."""
+    runtime = _libraries()[0].cuda.runtime
+    return [
+        runtime.getDeviceProperties(index)["name"].decode()
+        for index in range(runtime.getDeviceCount())
+    ]
 
 
 def _driver_series() -> int:

@@ -30,6 +30,7 @@ class HostTarget:
     name = "host"
     device = "cpu"
     gpu: plan.Gpu | None = None
+    capturing = captured = False  # a graph: now; ever
 
     def __init__(self, links: Any):
         self._links = links
@@ -116,6 +117,10 @@ class HostTarget:
         """Return a kernel of a source file, compiled and loaded."""
         return HostKernel(source, name, defines)
 
+    def key(self, *arrays: Any) -> Any:
+        """Return what stands for operands in a repeated call; None to look at them each time."""
+        return None
+
     def begin(self) -> None:
         """Order what follows on the current stream behind the last launch."""
 
@@ -124,6 +129,12 @@ class HostTarget:
         status = kernel.run(request)
         if status:
             raise OSError(status, os.strerror(status))
+
+    def hold(self, *objects: Any) -> None:
+        """Keep what a launch uses for as long as a graph may launch it again."""
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise if what follows would become part of a graph, which cannot hold it."""
 
     def wait(self) -> None:
         """Return when all that was launched is over."""
@@ -165,6 +176,9 @@ class Signals:
     def generation(self) -> int:
         """Of the last call or agreement that ended well."""
         return self._generation.value
+
+    def refresh(self) -> None:
+        """Find out how often graphs have launched kernels, which the host does not see."""
 
     def advance(self) -> None:
         """Count a generation that no kernel ran for."""

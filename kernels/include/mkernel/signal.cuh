@@ -109,7 +109,8 @@ private:
                 bool alone = closed(subject.peer);
                 verdict = check(seen = load_acquire(signal));
                 if (verdict == Poll::pending) verdict = look();
-                if (verdict == Poll::pending && alone) return fail(Reason::closed, subject, goal, seen, now - start);
+                if (verdict == Poll::pending && alone)
+                    return adopt(subject.peer) ? give_up() : fail(Reason::closed, subject, goal, seen, now - start);
             }
             switch (verdict) {
                 case Poll::done: return true;
@@ -157,6 +158,14 @@ private:
     MK_DEVICE bool give_up() {
         fetch_add(world_.failures, 1);
         return false;
+    }
+
+    // A peer that has closed because of a failure says more than that it has closed. False if it has met none.
+    MK_DEVICE bool adopt(u64 peer) const {
+        u64 why = load_acquire(&world_.pages[peer]->abort);
+        u64* own = &world_.pages[rank()]->abort;
+        if (why && load_relaxed(own) == 0) store_release<Scope::system>(own, why);
+        return why != 0;
     }
 
     // Writes this rank's record, if it is the first, and then the abort words of all ranks. Always false.
