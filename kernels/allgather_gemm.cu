@@ -34,7 +34,8 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     }
 
     if (launch.is(Role::compute)) {
-        OwnRowsFirst tiles({rank, size, plan.landing.row_start, plan.n, plan.tile}, launch.member(), launch.members());
+        OwnRowsFirst tiles({rank, size, plan.landing.row_start, plan.n, plan.tile}, launch.member() / engine::cluster,
+                           launch.members() / engine::cluster);
         engine::gemm<Type>(
             launch, tiles, plan.tile, plan.landing.k,
             /* source */ [&](Tile t) { return t.source == rank ? p.a : landing[t.source]; }, p.b,

@@ -109,13 +109,13 @@ MUTANTS = {
     ),
     "M tail": Mutant(
         H + "schedule.cuh",
-        "block(index_ / columns, grid_.tile.rows, grid_.rows_of(source()))",
-        "block(index_ / columns, grid_.tile.rows, grid_.rows_of(source()) + 1)",
+        "block(first + rest % height, grid_.tile.rows, rows_)",
+        "block(first + rest % height, grid_.tile.rows, rows_ + 1)",
     ),
     "N tail": Mutant(
         H + "schedule.cuh",
-        "block(index_ % columns, grid_.tile.columns, grid_.n)",
-        "block(index_ % columns, grid_.tile.columns, grid_.n - 1)",
+        "block(rest / height, grid_.tile.columns, grid_.n)",
+        "block(rest / height, grid_.tile.columns, grid_.n - 1)",
     ),
     "K tail": Mutant(
         H + "engine/host.cuh",
@@ -128,8 +128,9 @@ MUTANTS = {
         "block(i / panels, plan_.chunk_rows, rows_of(source) - 1)",
     ),
     "source of another rank": Mutant(
-        H + "schedule.cuh", "return (grid_.rank + ring_) % grid_.size;", "return ring_;"
+        H + "schedule.cuh", "return {source_, block(", "return {ring_, block("
     ),
+    "there and back": Mutant(H + "schedule.cuh", "back_ = swap;", ""),
 }
 
 

@@ -79,6 +79,18 @@ def test_compiles_as_device_code_without_spills(built, name, architecture, macro
     assert found is None, found
 
 
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("types", [pair for pair in TYPES if "16" in pair[0]], ids="-".join)
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_with_the_hopper_engine(name, types, cluster):
+    """Neither serialised multiplies nor a dropped setmaxnreg, which ptxas only mentions."""
+    tile = {"MK_CLUSTER": cluster, "MK_TILE_ROWS": 128 * cluster, "MK_TILE_COLUMNS": 256}
+    macros = {"MK_ENGINE_HOPPER": 1, "MK_THREADS": 384, **tile}
+    macros |= {"MK_TYPE": types[0], "MK_OUT_TYPE": types[1]}
+    found = complaint(*compile_kernel(name, "sm_90a", macros), name)
+    assert found is None, found
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_macros_choose_the_types_and_none_means_bfloat16(built, name, architecture):

@@ -21,7 +21,8 @@ public:
     MK_DEVICE i64 rows_of(u64 source) const { return plan_.row_start[source + 1] - plan_.row_start[source]; }
     MK_DEVICE Matrix operator[](u64 source) const {
         i64 stride = plan_.pitch[source] / i64(sizeof(T));
-        return plan_.by_columns ? Matrix{plan_.data[source], 1, stride} : Matrix{plan_.data[source], stride, 1};
+        i64 rows = plan_.by_columns ? 1 : stride, columns = plan_.by_columns ? stride : 1;
+        return {plan_.data[source], rows, columns, plan_.map ? plan_.map[source] : nullptr};
     }
 
     // Brings this agent's share of a rank's chunks here from `from`, and raises the signal of each.

@@ -94,9 +94,6 @@ MK_DEVICE void mma(double* c, const double* a, const double* b) {
 
 // --- sm_90a: tensor copies, mbarriers, warpgroup matrix instructions -------------------------------------------------
 
-// A tensor map as the driver encodes it: how a box of a matrix in global memory is laid out in shared memory.
-struct alignas(64) TensorMap { u64 opaque[16]; };
-
 namespace ptx {
 
 // Registers per thread of the calling warpgroup, a multiple of 8.

@@ -65,53 +65,60 @@ struct Tile {
 // ... Within a rank all column blocks of a row block come before the next row block, as its rows arrive together.
 class OwnRowsFirst {
 public:
+    static constexpr u32 group = 8;  // row blocks that are worked on together: the columns of B stay in the L2 cache
+
     struct Grid {
         u64 rank, size;
         const i64* row_start;
         i64 n;
         TileShape tile;
-        MK_DEVICE i64 rows_of(u64 source) const { return row_start[source + 1] - row_start[source]; }
-        MK_DEVICE i64 tiles_of(u64 source) const {
-            return ceil_div(rows_of(source), tile.rows) * ceil_div(n, tile.columns);
-        }
     };
-
     MK_DEVICE OwnRowsFirst(Grid grid, u64 agent, u64 agents) : grid_(grid), agent_(agent), agents_(agents) {}
-
     class Iterator {
     public:
         MK_DEVICE Iterator(const Grid& grid, u64 agent, u64 agents, u64 ring)
-            : grid_(grid), index_(i64(agent)), agents_(i64(agents)), ring_(ring) {
-            settle();
+            : grid_(grid), columns_(u32(ceil_div(grid.n, grid.tile.columns))), index_(i64(agent)),
+              forth_(2 * i64(agents - agent) - 1), back_(2 * i64(agent) + 1), ring_(ring) {
+            if (ring_ < grid_.size) enter(), settle();
         }
         MK_DEVICE Tile operator*() const {
-            i64 columns = ceil_div(grid_.n, grid_.tile.columns);
-            return {source(), block(index_ / columns, grid_.tile.rows, grid_.rows_of(source())),
-                    block(index_ % columns, grid_.tile.columns, grid_.n)};
+            u32 index = u32(index_), first = index / (group * columns_) * group, rest = index - first * columns_;
+            u32 blocks = u32(ceil_div(rows_, grid_.tile.rows)), height = blocks - first < group ? blocks - first : group;
+            return {source_, block(first + rest % height, grid_.tile.rows, rows_),
+                    block(rest / height, grid_.tile.columns, grid_.n)};
         }
+        // There and back: whoever got the first tile of one wave gets the last of the next, which may be a smaller one.
         MK_DEVICE Iterator& operator++() {
-            index_ += agents_;
+            index_ += forth_;
+            i64 swap = forth_;
+            forth_ = back_;
+            back_ = swap;
             settle();
             return *this;
         }
         MK_DEVICE bool operator!=(const Iterator& other) const { return ring_ != other.ring_; }
-
     private:
-        MK_DEVICE u64 source() const { return (grid_.rank + ring_) % grid_.size; }
-        // Moves on to the rank in whose tiles the index falls.
+        MK_DEVICE i64 tiles() const { return ceil_div(rows_, grid_.tile.rows) * columns_; }
+        MK_DEVICE void enter() {
+            source_ = grid_.rank + ring_ < grid_.size ? grid_.rank + ring_ : grid_.rank + ring_ - grid_.size;
+            rows_ = grid_.row_start[source_ + 1] - grid_.row_start[source_];
+        }
         MK_DEVICE void settle() {
-            while (ring_ < grid_.size && index_ >= grid_.tiles_of(source())) index_ -= grid_.tiles_of(source()), ++ring_;
+            while (index_ >= tiles()) {
+                index_ -= tiles();
+                if (++ring_ == grid_.size) return;
+                enter();
+            }
         }
         const Grid& grid_;
-        i64 index_, agents_;
-        u64 ring_;
+        u32 columns_;
+        i64 index_, forth_, back_, rows_ = 0;
+        u64 ring_, source_ = 0;
     };
     MK_DEVICE Iterator begin() const { return {grid_, agent_, agents_, 0}; }
     MK_DEVICE Iterator end() const { return {grid_, agent_, agents_, grid_.size}; }
-
 private:
     Grid grid_;
     u64 agent_, agents_;
 };
-
 }  // namespace mk

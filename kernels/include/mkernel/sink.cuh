@@ -15,6 +15,9 @@ public:
     template <class Acc>
     MK_DEVICE T transform(Acc sum) const { return narrow<T>(sum); }
 
+    // For the rows of the tile's rank; null where an engine is to call deliver().
+    MK_DEVICE const TensorMap* map(const Tile& tile) const { return to_.map ? to_.map + tile.source : nullptr; }
+
     MK_DEVICE void deliver(const Agent& agent, const Tile& tile, const T* staged, i64 pitch) const {
         const i64 rows = tile.rows.size(), columns = tile.columns.size();
         T* to = static_cast<T*>(to_.data) + (row_start_[tile.source] + tile.rows.begin) * to_.row_stride +

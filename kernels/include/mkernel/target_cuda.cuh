@@ -9,8 +9,18 @@
 #define MK_THREADS 256
 #endif
 
+// Blocks that an engine lets work together.
+#ifndef MK_CLUSTER
+#define MK_CLUSTER 1
+#endif
+#if MK_CLUSTER > 1
+#define MK_CLUSTER_DIMS __cluster_dims__(MK_CLUSTER, 1, 1)
+#else
+#define MK_CLUSTER_DIMS
+#endif
+
 #define MK_KERNEL(NAME, PARAMS, p) \
-    extern "C" __global__ void __launch_bounds__(MK_THREADS, 1) NAME(const __grid_constant__ PARAMS p)
+    extern "C" __global__ void MK_CLUSTER_DIMS __launch_bounds__(MK_THREADS, 1) NAME(const __grid_constant__ PARAMS p)
 
 namespace mk {
 
@@ -154,6 +164,12 @@ MK_DEVICE float float_from_half(u16 bits) {
 MK_DEVICE u16 half_from_float(float value) {
     u16 bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+MK_DEVICE u16 bfloat16_from_float(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
 

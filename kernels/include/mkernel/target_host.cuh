@@ -120,6 +120,12 @@ inline float float_from_half(u16 half) {
     return float_of(sign | (special ? magnitude | 0x7f800000 : bits_of(scaled)));
 }
 
+inline u16 bfloat16_from_float(float value) {
+    u32 bits = bits_of(value);
+    bool nan = (bits & 0x7fffffff) > 0x7f800000;
+    return u16(nan ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 inline u16 half_from_float(float value) {
     u32 magnitude = bits_of(value) & 0x7fffffff;
     u16 sign = u16(bits_of(value) >> 16 & 0x8000);

@@ -24,13 +24,12 @@ template <class T> using Accumulator = typename AccumulatorOf<T>::Type;
 template <class T> MK_DEVICE T narrow(double value) { return T(value); }
 template <class T> MK_DEVICE T narrow(float value) { return T(value); }
 template <> MK_DEVICE float16 narrow<float16>(float value) { return {half_from_float(value)}; }
-template <> MK_DEVICE bfloat16 narrow<bfloat16>(float value) {
-    u32 bits = bits_of(value);
-    bool nan = (bits & 0x7fffffff) > 0x7f800000;
-    return {u16(nan ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
+template <> MK_DEVICE bfloat16 narrow<bfloat16>(float value) { return {bfloat16_from_float(value)}; }
 
 template <class T> MK_DEVICE T not_a_number() { return narrow<T>(Accumulator<T>(float_of(0x7fc00000))); }
+
+// A tensor map as the driver encodes it: how a box of a matrix in global memory is laid out in shared memory.
+struct alignas(64) TensorMap { u64 opaque[16]; };
 
 // --- structs shared with Python --------------------------------------------------------------------------------------
 // mkernel_cp/structs.py reads them from here. Every member is 8 bytes (u64, i64, a pointer) or another such struct, so no
@@ -110,6 +109,7 @@ struct Matrix {
     void* data;
     i64 row_stride;
     i64 column_stride;
+    TensorMap* map;  // for engines with tensor copies, else null; of C one for the rows of each rank
 };
 
 struct TileShape {
@@ -127,6 +127,7 @@ struct LandingPlan {
     i64 chunk_k;
     i64* row_start;    // [rank], and the total behind the last
     u8** data;         // [rank]
+    TensorMap** map;   // [rank]; null where the engine has no use for them
     i64* pitch;        // [rank]: bytes from one line to the next
     i64* first_chunk;  // [rank]: its first one in `arrived`
     u64* arrived;      // a signal per chunk

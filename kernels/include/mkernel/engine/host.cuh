@@ -14,6 +14,8 @@ extern "C" void __tsan_read_range(void* address, unsigned long bytes);
 namespace mk {
 namespace engine {
 
+constexpr u32 cluster = 1;  // agents that share a tile
+
 // Under ThreadSanitizer the arithmetic is not instrumented (it would be 100 times slower): its reads are announced here.
 template <class T>
 MK_DEVICE void announce_reads(Matrix m, i64 rows, i64 columns) {
@@ -30,7 +32,8 @@ MK_DEVICE void announce_reads(Matrix m, i64 rows, i64 columns) {
 // The block of a matrix that starts at (row, column).
 template <class T>
 MK_DEVICE Matrix block_of(Matrix m, i64 row, i64 column) {
-    return {static_cast<T*>(m.data) + row * m.row_stride + column * m.column_stride, m.row_stride, m.column_stride};
+    return {static_cast<T*>(m.data) + row * m.row_stride + column * m.column_stride, m.row_stride, m.column_stride,
+            nullptr};
 }
 
 // Widens the rows first, first + step, ... of a block into a dense one.

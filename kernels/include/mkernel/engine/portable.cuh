@@ -9,6 +9,8 @@
 namespace mk {
 namespace engine {
 
+constexpr u32 cluster = 1;  // blocks that share a tile
+
 // What is compiled in. A plan passes all four macros, or none, and the TileShape that they say: Python sees to that.
 //   rows, columns  128 bytes or more, powers of two; rows at least 32, columns at least MK_THREADS / 4
 //   k              128 bytes or more, a power of two
