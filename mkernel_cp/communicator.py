@@ -40,6 +40,7 @@ from .targets.host import HostTarget
 from .watcher import Watcher
 
 _HEAP_GRAIN = 1 << 21
+_SILENCE_SECONDS = 2.0  # of a watcher, that mean nothing yet on a busy machine
 
 
 @dataclass
@@ -150,13 +151,19 @@ class Communicator:
             from mpi4py import MPI
 
             comm = MPI.COMM_WORLD
+        if not hasattr(comm, "Dup"):
+            raise TypeError(
+                f"comm is a {type(comm).__name__}: use an intracommunicator of mpi4py, or what "
+                "LocalWorld passes to its program"
+            )
         settings.warn_unknown()
         self._end: _End | None = None
         self._machine: Any = None
         self._failure: errors.Error | None = None
         self._closed = False
         self._process = os.getpid()
-        self._in_call = threading.Lock()
+        self._in_call = threading.RLock()
+        self._told: BaseException | None = None  # the last error that the peers know of
         self.mpi = comm.Dup()
         self.rank, self.size = self.mpi.Get_rank(), self.mpi.Get_size()
         try:
@@ -179,6 +186,7 @@ class Communicator:
         fact: Any
         try:
             defaults = settings.timeouts()
+            settings.transport(), settings.nics(), settings.fabric()  # raise if they make no sense
             fact = {
                 "target": _target(target),
                 "nodes": _nodes(nodes, self.size),
@@ -234,40 +242,57 @@ class Communicator:
         self.device = self._machine.device
 
     def _share_pages(self) -> None:
-        self._watcher: Watcher | None = None
-        host = HostTarget(self._links)
-        pages = self._exchange_blocking(host, HostPage.nbytes())
-        self._pages = [HostPage(segment) for segment in pages]
-        self._page_addresses = self._machine.map_pages(self._pages, pages[0].nbytes)
+        pages = self._exchange_blocking(HostTarget(self._links), HostPage.nbytes())
         signals = self._exchange_blocking(self._machine, SignalPage.nbytes(self.size))
-        self._signal_pages = [SignalPage(segment, self.size) for segment in signals]
-        self._signals = self._machine.signals(self._signal_pages[self.rank])
-        self._segments = SegmentTable(self.rank, self.size)
-        self._heap = Heap()
-        self._arena: Arena | None = None
-        self._agreements: dict[int, Any] = {}
-        self.plans: dict[Any, Any] = {}
-        self._kernels: dict[Kernel, Any] = {}
-        self.hooks = TestHooks()
-        self._make_world()
-        if isinstance(self._links, SocketLinks):
-            watch = _Lost(self._pages, self.rank, self._signals)
-            self._watcher = Watcher(self._links.sockets, self._links.pids, watch)
-            self._watcher.start()
+        self._together(lambda: self._assemble(pages, signals))
         self._end = _End(self._pages, self.rank, self._watcher, self._links, self._machine)
         # Also without close(); at exit, when finalizers do nothing any more, _at_exit sees to it.
         weakref.finalize(self, self._end).atexit = False
 
-    def _exchange_blocking(self, machine: Any, nbytes: int) -> list[Segment]:
-        segment, ticket, problem = None, None, None
+    def _assemble(self, pages: list[Segment], signals: list[Segment]) -> None:
+        self._watcher: Watcher | None = None
+        self._pages = [HostPage(segment) for segment in pages]
+        self._page_addresses = self._machine.map_pages(self._pages, pages[0].nbytes)
+        self._signal_pages = [SignalPage(segment, self.size) for segment in signals]
+        self._signals = self._machine.signals(self._signal_pages[self.rank])
+        self._segments = SegmentTable(self.rank, self.size)
+        self._heap = Heap()
+        self._heap_numbers: list[int] = []
+        self._arena: Arena | None = None
+        self._agreements: dict[int, Any] = {}
+        self._pulse: dict[int, tuple[int, float]] = {}
+        self.plans: dict[Any, Any] = {}
+        self._kernels: dict[Any, Any] = {}
+        self.hooks = TestHooks()
+        self._make_world()
+        if isinstance(self._links, SocketLinks):
+            watch = _Lost(self._pages, self.rank, self._signals)
+            self._watcher = Watcher(
+                self._links.sockets, self._links.pids, watch, self._pages[self.rank].beat
+            )
+            self._watcher.start()
+
+    def _together(self, step: Callable[[], Any]) -> Any:
+        """Return the result of a step of construction; what fails on one rank is raised on all."""
+        result, problem = None, None
         try:
-            segment = machine.create(nbytes)
-            ticket = machine.ticket(segment)
-        except errors.OutOfMemoryError as error:
-            problem = str(error)
-        answers = self.mpi.allgather((problem, ticket))
-        _raise_out_of_memory([problem for problem, _ in answers])
-        return machine.open(segment, [ticket for _, ticket in answers], lambda: None)
+            result = step()
+        except Exception as error:
+            problem = _Raised(self.rank, error)
+        for raised in self.mpi.allgather(problem):
+            if raised is not None:
+                raise raised.error
+        return result
+
+    def _exchange_blocking(self, machine: Any, nbytes: int) -> list[Segment]:
+        created: list[Segment] = []
+
+        def create() -> Any:
+            created.append(machine.create(nbytes))
+            return machine.ticket(created[0])
+
+        tickets = self.mpi.allgather(self._together(create))
+        return self._together(lambda: machine.open(created[0], tickets, lambda peer: None))
 
     def _make_world(self) -> None:
         """Fill in the struct by which kernels know this communicator."""
@@ -387,24 +412,39 @@ class Communicator:
         OutOfMemoryError
             On all ranks, if one of them has no shared memory left; the communicator stays usable.
         """
-        with self.refusing_alone():
+        with self.calling("empty()"):
+            return self._empty(shape, dtype, order)
+
+    def _empty(self, shape: Any, dtype: Any, order: str) -> Any:
+        try:
             shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
             shape = tuple(operator.index(extent) for extent in shape)
-            dtype = np.dtype(dtype)
-            if min(shape, default=0) < 0:
-                raise ValueError(f"shape {shape}: negative dimensions are not allowed")
-            if dtype.hasobject:
-                raise TypeError(f"dtype {dtype}: objects cannot be shared between processes")
-            if dtype.itemsize == 0:
-                raise TypeError(f"dtype {dtype}: its elements have no size")
-            np.broadcast_to(np.empty((), dtype), shape)  # raises what NumPy says of such a shape
-            if order not in ("C", "F"):
-                raise ValueError(f"order {order!r}: not allowed; use 'C' or 'F'")
+        except TypeError:
+            raise TypeError(f"shape={shape!r}: use an integer or a tuple of integers") from None
+        dtype = np.dtype(dtype)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"shape {shape}: negative dimensions are not allowed")
+        if dtype.hasobject:
+            raise TypeError(f"dtype {dtype}: objects cannot be shared between processes")
+        if dtype.itemsize == 0 or dtype.subdtype:
+            raise TypeError(f"dtype {dtype}: use one whose elements have a size and no shape")
+        np.broadcast_to(np.empty((), dtype), shape)  # raises what NumPy says of such a shape
+        if order not in ("C", "F"):
+            raise ValueError(f"order {order!r}: not allowed; use 'C' or 'F'")
         nbytes = math.prod(shape) * dtype.itemsize
-        full = self.agree("empty(), zeros() or asarray()", lambda: not self._heap.fits(nbytes))
-        if any(full):
+        answers = self.agree(
+            "empty(), zeros() or asarray()",
+            lambda: (not self._heap.fits(nbytes), self._unused_heap_segments()),
+        )
+        if any(full for full, _ in answers):
+            # What no rank uses any more makes room first.
+            for number in sorted(set.intersection(*(unused for _, unused in answers))):
+                segment = self._segments[number]
+                if self._let_go(number):
+                    self._heap.remove(segment)
+                    self._heap_numbers.remove(number)
             segments = self._share(round_up(max(nbytes, 1), _HEAP_GRAIN))
-            self._add_segments(segments)
+            self._heap_numbers.append(self._add_segments(segments))
             self._heap.add(segments[self.rank])
         self._machine.begin()  # a launch may still use what the room held before
         if order == "F":
@@ -413,25 +453,26 @@ class Communicator:
 
     def zeros(self, shape: Any, dtype: Any = np.float64, order: str = "C") -> np.ndarray:
         """Return an array of zeros that peers can read in place; see `empty`."""
-        array = self.empty(shape, dtype, order)
-        self._machine.zero(array)
-        return array
+        with self.calling("zeros()"):
+            array = self._empty(shape, dtype, order)
+            self._machine.zero(array)
+            return array
 
     def asarray(self, a: Any, dtype: Any = None) -> np.ndarray:
         """Return `a` in memory that peers can read in place: `a` itself if it is there already.
 
         Collective; see `empty`. A copy has the order of `a`, without gaps between its rows.
         """
-        with self.refusing_alone():
+        with self.calling("asarray()"):
             a = self._machine.asarray(a, dtype)
-        here = a.size == 0 or self.in_segment(self._machine.shadow(a))
-        steps = [abs(step) for extent, step in zip(a.shape, a.strides, strict=True) if extent > 1]
-        fortran = len(steps) > 1 and steps == sorted(steps)
-        copy = self.empty(0 if here else a.shape, a.dtype, "F" if fortran else "C")
-        if here:
-            return a
-        self._machine.copy(copy, a)
-        return copy
+            here = a.size == 0 or self.in_segment(self._machine.shadow(a))
+            steps = [abs(step) for n, step in zip(a.shape, a.strides, strict=True) if n > 1]
+            fortran = len(steps) > 1 and steps == sorted(steps)
+            copy = self._empty(0 if here else a.shape, a.dtype, "F" if fortran else "C")
+            if here:
+                return a
+            self._machine.copy(copy, a)
+            return copy
 
     # --- agreement of the hosts -------------------------------------------------------------------
 
@@ -441,13 +482,13 @@ class Communicator:
         The ranks first announce what they are about to do, so that one that calls something else
         ends in an error, not in a wait. An exception of `work` is raised on all ranks alike.
         """
-        self._begin(what)
-        with self._in_call:
+        with self.calling(what):
             values = self._agree(what, work)
-        for value in values:
-            if isinstance(value, _Raised):
-                raise value.error
-        return values
+            for value in values:
+                if isinstance(value, _Raised):
+                    self._told = value.error
+                    raise value.error
+            return values
 
     def _agree(self, what: str, work: Callable[[], Any]) -> list[Any]:
         self._machine.refuse_capture(what)
@@ -458,13 +499,11 @@ class Communicator:
         page.set_text(generation, what)
         page.call(generation, ANNOUNCED, digest)
         try:
-            try:
-                data = pickle.dumps((digest, work()))
-            except Exception as error:
-                data = pickle.dumps((digest, _Raised(self.rank, error)))
-        except BaseException as error:
-            self.refuse(error)
-            raise
+            data = pickle.dumps((digest, work()))
+        except Exception as error:
+            if self._failed():
+                raise
+            data = pickle.dumps((digest, _Raised(self.rank, error)))
         replies = self._gather(data, generation)
         values = []
         for rank, (theirs, value) in enumerate(map(pickle.loads, replies)):
@@ -490,6 +529,7 @@ class Communicator:
     def _complete(self, request: Any, buffers: Any, generation: int) -> None:
         start = time.monotonic()
         tries = 0
+        self._pulse.clear()
         while not request.Test():
             tries += 1
             try:
@@ -507,10 +547,10 @@ class Communicator:
         for peer in self._peers():
             closed = self._pages[peer].words.closed  # looked at first: what it called came before
             called = self._pages[peer].words.called
+            if self._pages[peer].refused(generation):
+                self._fail(Reason.REFUSED, peer, generation)
             if called >> 32 > generation:
                 continue  # it has all our data, and went on
-            if called == signal(generation, REFUSED):
-                self._fail(Reason.REFUSED, peer, generation)
             if called == signal(generation, READY):
                 continue  # it has all our data, and may well have closed
             if closed:
@@ -519,9 +559,37 @@ class Communicator:
                     self._pages[self.rank].words.abort = why
                 self._fail(Reason.CLOSED, peer, generation)
             if called == signal(generation, ANNOUNCED):
+                self._look_at_pulse(peer, generation)
                 continue  # it agrees too; the answers tell on what
             if self._entry_seconds and waited > self._entry_seconds:
                 self._fail(Reason.ENTRY_TIMEOUT, peer, generation, waited)
+
+    def _look_at_pulse(self, peer: int, generation: int) -> None:
+        """Raise if a peer that is at work has stopped: what it does may take long, silence not."""
+        beat, now = self._pages[peer].words.beat, time.monotonic()
+        seen, since = self._pulse.get(peer, (None, now))
+        if beat != seen:
+            self._pulse[peer] = beat, now
+        elif self._watcher and self._progress_seconds:
+            if now - since > max(self._progress_seconds, _SILENCE_SECONDS):
+                self._fail(Reason.PROGRESS_TIMEOUT, peer, generation, now - since)
+
+    def _await_peer(self, peer: int) -> None:
+        self._raise_failure()
+        self._look_at_pulse(peer, self._signals.generation + 1)
+
+    def _unused_heap_segments(self) -> set[int]:
+        return {n for n in self._heap_numbers if self._heap.is_unused(self._segments[n])}
+
+    def _let_go(self, number: int) -> bool:
+        """Give back segments that no rank uses any more, unless a captured graph may."""
+        self._machine.wait()
+        if any(self.agree("whether graphs hold memory", lambda: self._machine.captured)):
+            return False
+        unused = self._segments.remove(number)
+        self.agree("to let go of memory", lambda: self._machine.unmap(unused))
+        self._machine.discard(unused[self.rank])
+        return True
 
     def _share(self, nbytes: int) -> list[Segment]:
         """Return a new segment of every rank; all ranks succeed or none does."""
@@ -530,18 +598,30 @@ class Communicator:
         mapped: list[Segment] = []
 
         def create() -> Any:
+            available = machine.available()
             created.append(machine.create(nbytes))
-            return machine.ticket(created[0])
+            return machine.ticket(created[0]), nbytes, available
 
         try:
-            tickets = self.agree("to share memory", create)
+            answers = self.agree("to share memory", create)
+            # Ranks of one node draw on the same memory.
+            total = sum(size for _, size, _ in answers)
+            available = min(left for *_, left in answers)
+            if total > available:
+                error = self._told = errors.OutOfMemoryError(
+                    f"the ranks of this node ask for {total} bytes of shared memory together, and "
+                    f"{available} are available"
+                )
+                raise error
         except BaseException:
             for segment in created:
                 machine.discard(segment)
             raise
+        tickets = [ticket for ticket, *_ in answers]
+        self._pulse.clear()
         self.agree(
             "to map shared memory",
-            lambda: mapped.extend(machine.open(created[0], tickets, self._raise_failure)),
+            lambda: mapped.extend(machine.open(created[0], tickets, self._await_peer)),
         )
         return mapped
 
@@ -582,11 +662,7 @@ class Communicator:
         segments = self._share(Arena.data_offset_for(signals) + nbytes)
         if old:
             # Nobody uses it once all ranks have come here and their earlier calls are over.
-            self._machine.wait()
-            if not any(self.agree("whether graphs hold memory", lambda: self._machine.captured)):
-                unused = self._segments.remove(old.number)
-                self.agree("to let go of memory", lambda: self._machine.unmap(unused))
-                self._machine.discard(unused[self.rank])
+            self._let_go(old.number)
         self._arena = Arena(self._add_segments(segments), signals, nbytes)
 
     @property
@@ -648,12 +724,11 @@ class Communicator:
         generation = self._signals.generation + 1
         self._pages[self.rank].set_text(generation, what)
         try:
-            with self._in_call:
-                self._machine.launch(kernel, request)
+            self._machine.launch(kernel, request)
         except OSError as reason:
-            error = errors.OutOfMemoryError(f"rank {self.rank}: {what}: {reason.strerror}")
-            self.refuse(error)
-            raise error from None
+            raise errors.OutOfMemoryError(
+                f"{what}: its threads or its grid could not be started: {reason.strerror or reason}"
+            ) from None
         if not self._signals.launched(generation):
             self._raise_failure()
             raise errors.Error(f"{what}: the kernel ended without result or record")
@@ -694,7 +769,7 @@ class Communicator:
             As for every operator.
         """
         what = f"launch of {kernel.name}"
-        with self.refusing_alone():
+        with self.calling(what):
             if operator.index(agents) < 1:
                 raise ValueError(f"agents={agents}: use at least 1")
             message = structs.shared().CallMessage(digest=digest_of(what))
@@ -724,9 +799,9 @@ class Communicator:
                 raise ValueError(
                     f"agents={agents}: {self.device} runs {capacity} of {kernel.name} at a time"
                 )
-        self._machine.begin()
-        request = self.prepare(loaded, params, agents, shared_bytes)
-        self.run(loaded, request, what)
+            self._machine.begin()
+            request = self.prepare(loaded, params, agents, shared_bytes)
+            self.run(loaded, request, what)
 
     def _load(self, kernel: Kernel) -> Any:
         if kernel not in self._kernels:
@@ -750,21 +825,35 @@ class Communicator:
         return struct.pack("=Q", array.ctypes.data)
 
     @contextlib.contextmanager
-    def refusing_alone(self) -> Iterator[None]:
-        """Run what one rank may refuse by itself; if it does, tell the peers why."""
-        self._begin("a call")
-        try:
-            yield
-        except (ValueError, TypeError, MemoryError, errors.Error) as error:
-            self.refuse(error)
-            raise
+    def calling(self, what: str) -> Iterator[None]:
+        """Make one call, from the check of its arguments to its end.
 
-    def refuse(self, error: Exception) -> None:
+        No other thread can make one meanwhile. What keeps this rank alone from making it is told to
+        the peers, which would wait for it otherwise.
+        """
+        if not self._in_call.acquire(blocking=False):
+            raise errors.ConcurrentCallError(
+                f"{what} while another thread is in a call of this communicator: the ranks' calls "
+                "need one order; make them from one thread, or give each thread its communicator"
+            )
+        try:
+            self._begin(what)
+            try:
+                yield
+            except BaseException as error:
+                if error is not self._told and not self._failed():
+                    self.refuse(error)
+                raise
+        finally:
+            self._in_call.release()
+
+    def refuse(self, error: BaseException) -> None:
         """Post an error in place of this rank's next call, so that no peer waits for it."""
+        self._told = error
         self._signals.refresh()
         generation = self._signals.generation + 1
         text = f"{type(error).__name__}: {error}"
-        self._pages[self.rank].set_text(generation, text)
+        self._pages[self.rank].set_text(generation, text, refusal=True)
         self._pages[self.rank].call(generation, REFUSED)
         self._signals.advance()
 
@@ -782,15 +871,11 @@ class Communicator:
         if self._process != os.getpid():
             raise RuntimeError(
                 f"{what} in a forked child: a communicator belongs to the process that made it; "
-                "start the child by 'spawn', or make the communicator after the fork"
+                "make it after the fork, or start the child by 'spawn' (with the import of MPI and "
+                "the program under if __name__ == '__main__')"
             )
         if self._closed:
             raise ValueError(f"{what} on a closed communicator")
-        if self._in_call.locked():
-            raise errors.ConcurrentCallError(
-                f"{what} while another thread is in a call of this communicator: the ranks' calls "
-                "need one order; make them from one thread, or give each thread its communicator"
-            )
         self._raise_failure()
 
     def _failed(self) -> bool:
@@ -880,7 +965,8 @@ class Communicator:
             self._segments, self._heap = SegmentTable(self.rank, self.size), Heap()
         elif self._machine is not None:
             self._machine.close()
-        if self._failure is None and self._process == os.getpid() and not _finalized(self.mpi):
+        # Freeing needs ranks that are there, and no collective that was left half done.
+        if self._process == os.getpid() and not (_lost or _abandoned or _finalized(self.mpi)):
             self.mpi.Free()
 
 
@@ -888,6 +974,8 @@ class _Raised:
     """An exception of one rank, on its way to all."""
 
     def __init__(self, rank: int, error: Exception):
+        if isinstance(error, OSError) and not isinstance(error, errors.Error):
+            error = errors.ConfigurationError(f"{type(error).__name__}: {error}")
         try:
             self.error = type(error)(f"rank {rank}: {error}")
             pickle.loads(pickle.dumps(self.error))
@@ -1010,12 +1098,6 @@ def _seconds(name: str, value: float | None, default: float) -> float:
     if not 0 <= seconds <= 3.2e9:
         raise ValueError(f"{name}={seconds}: not allowed; use seconds from 0 (no limit) to 3.2e9")
     return seconds
-
-
-def _raise_out_of_memory(problems: Sequence[str | None]) -> None:
-    for rank, problem in enumerate(problems):
-        if problem:
-            raise errors.OutOfMemoryError(f"rank {rank}: {problem}")
 
 
 def _pattern(writer: int, reader: int) -> int:

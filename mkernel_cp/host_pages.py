@@ -17,7 +17,7 @@ ANNOUNCED, READY, REFUSED = 1, 2, 3
 
 _LINE = 64
 _TEXT_SLOTS, _TEXT_BYTES = 16, 2048
-_SAID = struct.Struct("=QQ")  # generation, bytes
+_SAID = struct.Struct("=QQQ")  # generation, bytes of text, whether it is a refusal
 
 
 def signal(generation: int, progress: int) -> int:
@@ -92,12 +92,22 @@ class HostPage:
         self.words.digest = digest
         self.words.called = signal(generation, progress)
 
-    def set_text(self, generation: int, text: str) -> None:
+    def beat(self) -> None:
+        """Show that this process runs."""
+        self.words.beat += 1
+
+    def set_text(self, generation: int, text: str, *, refusal: bool = False) -> None:
         """Say what this rank calls in a generation, or why it refuses to."""
         data = text.encode()[: _TEXT_BYTES - _SAID.size]
         start = generation % _TEXT_SLOTS * _TEXT_BYTES
-        _SAID.pack_into(self._texts, start, generation, len(data))
         self._texts[start + _SAID.size : start + _SAID.size + len(data)] = data
+        _SAID.pack_into(self._texts, start, generation, len(data), refusal)
+
+    def refused(self, generation: int) -> bool:
+        """Return whether the rank has refused in a generation, even if it has gone on since."""
+        start = generation % _TEXT_SLOTS * _TEXT_BYTES
+        said, _, refusal = _SAID.unpack_from(self._texts, start)
+        return said == generation and bool(refusal)
 
     def text(self, generation: int) -> str:
         """Return what the rank said of a generation, or, if nothing, of the last before it."""
@@ -106,10 +116,10 @@ class HostPage:
             for slot in range(_TEXT_SLOTS)
         }
         # The host does not see the generations of graphs: they are what it has said last.
-        said, length = max(key for key in slots if key[0] <= generation)
+        said, length, refusal = max(key for key in slots if key[0] <= generation)
         if said == 0:
             return "nothing"
-        start = slots[said, length]
+        start = slots[said, length, refusal]
         start += _SAID.size
         return bytes(self._texts[start : start + length]).decode(errors="replace")
 

@@ -15,7 +15,7 @@ from .memory import Segment
 
 _SETUP_SECONDS = 60.0
 _HELLO = struct.Struct("=I16s")
-_SIZE = struct.Struct("=Q")
+_HEADER = struct.Struct("=QQ")  # number of the exchange, bytes of the file
 
 
 class SocketLinks:
@@ -30,6 +30,7 @@ class SocketLinks:
     def __init__(self, mpi: Any):
         self._rank, self._size = mpi.Get_rank(), mpi.Get_size()
         token = mpi.bcast(secrets.token_bytes(16) if self._rank == 0 else None, root=0)
+        self._exchanges = 0
         self.sockets: dict[int, socket.socket] = {}
         self.pids: dict[int, int] = {}
         problem = None
@@ -73,7 +74,7 @@ class SocketLinks:
             raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
             self.pids[peer] = credentials.unpack(raw)[0]
 
-    def exchange(self, segment: Segment, check: Callable[[], None]) -> list[Segment]:
+    def exchange(self, segment: Segment, check: Callable[[int], None]) -> list[Segment]:
         """Return every rank's segment, mapped here, in rank order.
 
         Parameters
@@ -81,26 +82,49 @@ class SocketLinks:
         segment : Segment
             This rank's; its file is closed afterwards.
         check : callable
-            Called while waiting; raises if the wait is to end.
+            Called with the peer that is waited for; raises if the wait is to end.
         """
+        self._exchanges += 1
+        header = _HEADER.pack(self._exchanges, segment.nbytes)
         rights = array.array("i", [segment.fd]).tobytes()
         for link in self.sockets.values():
-            link.sendmsg(
-                [_SIZE.pack(segment.nbytes)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-            )
+            link.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         segment.close_fd()
-        segments: list[Segment | None] = [None] * self._size
-        segments[self._rank] = segment
-        for peer, link in self.sockets.items():
-            while not select.select([link], [], [], 0.05)[0]:
-                check()
-            data, fds, _, _ = socket.recv_fds(link, _SIZE.size, 1)
-            if len(data) < _SIZE.size or len(fds) != 1:
-                raise errors.PeerLostError(f"lost rank {peer}: its socket has ended")
-            os.set_inheritable(fds[0], False)
-            segments[peer] = Segment(fds[0], _SIZE.unpack(data)[0])
-            segments[peer].close_fd()
-        return segments
+        # All messages are taken before any is used: a failure leaves none for the next exchange.
+        files: dict[int, tuple[int, int]] = {}
+        try:
+            for peer, link in self.sockets.items():
+                files[peer] = self._receive(peer, link, check)
+            segments = {self._rank: segment}
+            for peer in list(files):
+                segments[peer] = Segment(*files.pop(peer))
+                segments[peer].close_fd()
+        finally:
+            for fd, _ in files.values():
+                os.close(fd)
+        return [segments[rank] for rank in range(self._size)]
+
+    def _receive(
+        self, peer: int, link: socket.socket, check: Callable[[int], None]
+    ) -> tuple[int, int]:
+        """Return the file that a peer passes, and its size."""
+        ready = select.poll()
+        ready.register(link, select.POLLIN)
+        while not ready.poll(50):
+            check(peer)
+        data, fds, _, _ = socket.recv_fds(link, _HEADER.size, 1)
+        if len(data) == _HEADER.size and len(fds) == 1:
+            number, nbytes = _HEADER.unpack(data)
+            if number == self._exchanges:
+                os.set_inheritable(fds[0], False)
+                return fds[0], nbytes
+        for fd in fds:
+            os.close(fd)
+        if not data:
+            raise errors.PeerLostError(f"lost rank {peer}: its socket has ended")
+        raise errors.OutOfMemoryError(
+            f"no file came from rank {peer}: is the limit of open files (ulimit -n) too low?"
+        )
 
     def close(self) -> None:
         """Close the sockets: for the peers, this rank is gone."""

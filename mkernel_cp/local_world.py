@@ -47,7 +47,7 @@ class LocalWorld:
         BaseException
             That of the lowest rank that raised, once all have ended; the others' are its notes.
         """
-        group = _Group(self.size)
+        group = _Group(self.size, _Family())
         results: list[Any] = [None] * self.size
         raised: dict[int, BaseException] = {}
 
@@ -56,6 +56,8 @@ class LocalWorld:
                 results[rank] = program(LocalComm(group, rank), *args)
             except BaseException as error:
                 raised[rank] = error
+            finally:
+                group.family.leave(rank)
 
         threads = [
             threading.Thread(target=main, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -75,12 +77,26 @@ class LocalWorld:
         return results
 
 
+class _Family:
+    """What all communicators of a world share: one condition, and who has left the world."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.left: list[int] = []
+
+    def leave(self, rank: int) -> None:
+        """Wake those who wait for a rank that does not come any more."""
+        with self.changed:
+            self.left.append(rank)
+            self.changed.notify_all()
+
+
 class _Group:
     """What the ranks of one communicator share: the contributions to its collectives."""
 
-    def __init__(self, size: int):
-        self.size = size
-        self.changed = threading.Condition()
+    def __init__(self, size: int, family: _Family):
+        self.size, self.family = size, family
+        self.changed = family.changed
         self.calls: dict[tuple[str, int], dict[int, Any]] = {}
 
 
@@ -129,7 +145,7 @@ class LocalComm:
         # The lowest member's dictionary is the place where the others find the new group.
         place = entries[min(r for _, r in members)][3]
         with self._group.changed:
-            group = place.setdefault(color, _Group(len(members)))
+            group = place.setdefault(color, _Group(len(members), self._group.family))
         return LocalComm(group, [r for _, r in members].index(self._rank))
 
     def Free(self) -> None:
@@ -164,9 +180,14 @@ class _Request:
             return self._result
         calls = self._group.calls
         with self._group.changed:
+            family = self._group.family
             complete = lambda: len(calls[self._call]) >= self._group.size  # noqa: E731
-            if not self._group.changed.wait_for(complete, seconds):
-                return None
+            over = lambda: complete() or (seconds is None and family.left)  # noqa: E731
+            self._group.changed.wait_for(over, seconds)
+            if not complete():
+                if seconds is not None:
+                    return None
+                raise RuntimeError(f"rank {family.left[0]} of the world has ended, and is awaited")
             values = calls[self._call]
             self._result = [values[rank] for rank in range(self._group.size)]
             # The last rank that takes it clears it away.
@@ -184,12 +205,13 @@ class LocalLinks:
     def __init__(self, comm: LocalComm):
         self._comm = comm
 
-    def exchange(self, segment: Segment, check: Callable[[], None]) -> list[Segment]:
+    def exchange(self, segment: Segment, check: Callable[[int], None]) -> list[Segment]:
         """Return every rank's segment, in rank order; `check` raises if the wait is to end."""
         segment.close_fd()
         request = self._comm._contribute("exchange", segment)
+        next_rank = (self._comm.Get_rank() + 1) % self._comm.Get_size()
         while not request.wait(0.05):
-            check()
+            check(next_rank)
         return request.wait()
 
     def close(self) -> None:

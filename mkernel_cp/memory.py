@@ -166,6 +166,16 @@ class Heap:
         self._segments[segment.address] = segment
         self._insert(segment.address, segment.nbytes)
 
+    def is_unused(self, segment: Segment) -> bool:
+        """Return whether no array lies in a segment."""
+        self._take_back()
+        return (segment.address, segment.nbytes) in self._free
+
+    def remove(self, segment: Segment) -> None:
+        """Take an unused segment away."""
+        self._free.remove((segment.address, segment.nbytes))
+        del self._segments[segment.address]
+
     def fits(self, nbytes: int) -> bool:
         """Return whether `allocate` would succeed."""
         self._take_back()

@@ -46,14 +46,20 @@ class Options:
         for name, length in (("split", 2), ("tile", 3)):
             value = getattr(self, name)
             if value is not None:
-                value = tuple(operator.index(extent) for extent in value)
+                try:
+                    value = tuple(operator.index(extent) for extent in value)
+                except TypeError:
+                    raise TypeError(f"Options({name}={value!r}): use {length} integers") from None
                 if len(value) != length or not all(1 <= extent <= 1024 for extent in value):
                     raise ValueError(
                         f"Options({name}={value}): use {length} numbers from 1 to 1024"
                     )
                 object.__setattr__(self, name, value)
-        if self.chunk_bytes is not None and operator.index(self.chunk_bytes) < 1:
-            raise ValueError(f"Options(chunk_bytes={self.chunk_bytes}): use at least 1")
+        if self.chunk_bytes is not None:
+            if not isinstance(self.chunk_bytes, int | np.integer):
+                raise TypeError(f"Options(chunk_bytes={self.chunk_bytes!r}): use an integer")
+            if self.chunk_bytes < 1:
+                raise ValueError(f"Options(chunk_bytes={self.chunk_bytes}): use at least 1")
 
 
 def check_dtype(name: str, dtype: np.dtype) -> np.dtype:

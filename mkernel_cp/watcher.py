@@ -19,16 +19,21 @@ class Watcher(threading.Thread):
         Per peer; 0 if it is in a process namespace that is not seen here.
     lost : callable
         Called once per peer that is gone, with its rank.
+    beat : callable
+        Called ten times a second: what it does shows that this process runs.
     """
+
+    _BEAT_MS = 100
 
     def __init__(
         self,
         sockets: Mapping[int, socket.socket],
         pids: Mapping[int, int],
         lost: Callable[[int], None],
+        beat: Callable[[], None],
     ):
         super().__init__(name="mkernel_cp watcher", daemon=True)
-        self._lost = lost
+        self._lost, self._beat = lost, beat
         self._poll = select.poll()
         self._peers: dict[int, int] = {}
         self._process_fds: list[int] = []
@@ -49,7 +54,8 @@ class Watcher(threading.Thread):
     def run(self) -> None:
         gone: set[int] = set()
         while True:
-            for fd, _ in self._poll.poll():
+            self._beat()
+            for fd, _ in self._poll.poll(self._BEAT_MS):
                 if fd == self._wake:
                     return
                 self._poll.unregister(fd)

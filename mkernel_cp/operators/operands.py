@@ -78,13 +78,23 @@ def output(
         raise TypeError(f"out has dtype {out.dtype}: the result has {dtype}; dtype= changes it")
     if not out.flags.writeable:
         raise ValueError("out is read-only")
-    repeats = any(n > 1 and step == 0 for n, step in zip(shape, out.strides, strict=True))
-    if out.size and repeats:
+    if _repeats(out):
         raise ValueError("out has elements that share memory: use an array without broadcasting")
     for name, array in inputs:
         if _overlap(out, array):
             raise ValueError(f"out overlaps {name}: use memory of its own for the result")
     return operand
+
+
+def _repeats(a: np.ndarray) -> bool:
+    """Return whether elements of an array share memory: an axis steps over less than the inner."""
+    reach = a.itemsize
+    for step, extent in sorted((abs(step), n) for n, step in zip(a.shape, a.strides, strict=True)):
+        if extent > 1 and a.size:
+            if step < reach:
+                return True
+            reach = step * extent
+    return False
 
 
 def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
@@ -96,9 +106,11 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
 
 def strides(a: np.ndarray) -> tuple[int, int] | None:
     """Return row and column stride in elements; None if a kernel cannot step through it so."""
-    if not a.flags.aligned or any(step % a.itemsize for step in a.strides):
+    # The stride of a single row or column leads nowhere, and NumPy leaves anything there.
+    steps = [step if n > 1 else a.itemsize for n, step in zip(a.shape, a.strides, strict=True)]
+    if not a.flags.aligned or any(step % a.itemsize for step in steps):
         return None
-    return a.strides[0] // a.itemsize, a.strides[1] // a.itemsize
+    return steps[0] // a.itemsize, steps[1] // a.itemsize
 
 
 def line_pitch(a: np.ndarray, by_columns: bool) -> int | None:

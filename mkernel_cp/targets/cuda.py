@@ -124,12 +124,16 @@ class CudaTarget:
         segment.bury.atexit = False
         return segment
 
+    def available(self) -> int:
+        """Return no limit: each rank draws on its own GPU, whose driver says when it is full."""
+        return 1 << 62
+
     def ticket(self, segment: "Segment") -> tuple[bytes, int]:
         """Return what the peers need to open a segment, to be pickled."""
         return self._runtime.ipcGetMemHandle(segment.address), segment.nbytes
 
     def open(
-        self, segment: "Segment", tickets: list[Any], check: Callable[[], None]
+        self, segment: "Segment", tickets: list[Any], check: Callable[[int], None]
     ) -> list["Segment"]:
         """Return every rank's segment, mapped here."""
         segments = []
@@ -256,6 +260,11 @@ class CudaTarget:
         # Not every version of CuPy copies every dtype, but all copy bits.
         bits = f"u{to.dtype.itemsize}"
         to.view(bits)[...] = source.view(bits)
+
+    def fill(self, array: Any, value: float) -> None:
+        """Set all elements to a value, in the order of the calls."""
+        bits = f"u{array.dtype.itemsize}"
+        array.view(bits)[...] = np.array(value, array.dtype).view(bits).item()
 
     def zero(self, array: Any) -> None:
         """Set an array without gaps to zero, in the order of the calls."""

@@ -13,7 +13,7 @@ import numpy as np
 from .. import plan
 from ..host_kernel import HostKernel
 from ..host_pages import HostPage, SignalPage
-from ..memory import Segment
+from ..memory import Segment, available_memory
 
 _u64 = ctypes.POINTER(ctypes.c_uint64)
 
@@ -41,12 +41,21 @@ class HostTarget:
         """Return a new segment of this rank, zeroed; OutOfMemoryError if there is no room."""
         return Segment.create(nbytes)
 
+    def available(self) -> int:
+        """Return the bytes that all ranks of the node together can still allocate."""
+        return available_memory()
+
     def ticket(self, segment: Segment) -> Any:
         """Return what the peers need to open a segment, to be pickled."""
         return None
 
-    def open(self, segment: Segment, tickets: list[Any], check: Callable[[], None]) -> list[Any]:
-        """Return every rank's segment, mapped here. Collective; `check` raises to end the wait."""
+    def open(
+        self, segment: Segment, tickets: list[Any], check: Callable[[int], None]
+    ) -> list[Any]:
+        """Return every rank's segment, mapped here. Collective.
+
+        `check` is called with the peer that is waited for, and raises to end the wait.
+        """
         return self._links.exchange(segment, check)
 
     def unmap(self, segments: Sequence[Segment]) -> None:
@@ -81,6 +90,8 @@ class HostTarget:
             raise TypeError(
                 f"{name} is a {type(value).__name__}: use a numpy.ndarray (numpy.asarray makes one)"
             )
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(f"{name} is a masked array: its mask would be lost; use filled(...)")
         return value
 
     def asarray(self, value: Any, dtype: Any) -> np.ndarray:
@@ -102,6 +113,10 @@ class HostTarget:
     def copy(self, to: np.ndarray, source: np.ndarray) -> None:
         """Copy elements, in the order of the calls."""
         to[...] = source
+
+    def fill(self, array: np.ndarray, value: float) -> None:
+        """Set all elements to a value, in the order of the calls."""
+        array[...] = value
 
     def zero(self, array: np.ndarray) -> None:
         """Set an array without gaps to zero, in the order of the calls."""

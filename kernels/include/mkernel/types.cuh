@@ -73,6 +73,7 @@ struct Record {
 // One page per rank in host memory that all ranks of the node map: it works also when a GPU or a rank does not.
 struct HostPage {
     u64 abort;   // 0, or 1 + the rank whose record says why (+ 2^32: its watcher's record, not its kernel's)
+    u64 beat;    // counted up ten times a second by the rank's watcher: its process runs
     u64 closed;  // the rank has closed its communicator; 2: and uses no memory of its peers any more
     u64 called;  // a signal: what the host does in place of a launch
     u64 digest;  // of what it has announced
