@@ -24,6 +24,7 @@ failed=0
 for ranks in "${worlds[@]}"; do
     mapfile -t launch < <(launcher --ranks "$ranks")
     say "$ranks rank(s) on GPUs"
+    # shellcheck disable=SC2016 # the ranks expand it
     # Every rank runs the tests; each writes its own report, and all of them have to pass.
     timeout -k 10 480 "${launch[@]}" -n "$ranks" bash -c '
         rank="${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-${SLURM_PROCID:-0}}}}"

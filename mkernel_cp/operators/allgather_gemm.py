@@ -33,7 +33,9 @@ def allgather_gemm(
     Parameters
     ----------
     a : (M_r, K) array
-        This rank's rows of A; bfloat16, float16, float32 or float64, in any strides. It is read in
+        This rank's rows of A; bfloat16, float16, float32 or float64, in any strides: a NumPy array
+        on the host target; on the cuda target a CuPy array, or one that has
+        ``__cuda_array_interface__`` or DLPack, on the communicator's GPU. It is read in
         place by the peers if it comes from `Communicator.empty`, `zeros` or `asarray` and its rows
         (or, on all ranks, its columns) are contiguous; else it is copied first.
     b : (K, N_r) array
@@ -53,6 +55,13 @@ def allgather_gemm(
     (M, N_r) array
         `out`, or a new array. Sums are in float32 (float64 for float64), in the order of K, so
         equal inputs give equal bits whatever the number of ranks.
+
+    Notes
+    -----
+    On the cuda target a call returns at once: it runs in the order of the current CuPy stream, and
+    a failure is raised by the next call or by `Communicator.synchronize`. With `out` it can be
+    captured in a CUDA graph once it has been made outside the capture; graphs that hold fused calls
+    must be replayed one after the other, and in the same order on all ranks.
 
     Raises
     ------

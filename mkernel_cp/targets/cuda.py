@@ -93,6 +93,7 @@ class CudaTarget:
         self._cupy.cuda.Device(self._index).use()
         self._side = self._cupy.cuda.Stream(non_blocking=True)
         self._chain = _chains.setdefault(self._index, _Chain(self._cupy))
+        self.shared = len({survey.uuid for survey in surveys}) < len(surveys)
         self.capturing = self.captured = False  # now; ever
         self._held: list[Any] = []
         self._opened: list[Segment] = []
@@ -645,7 +646,7 @@ def _refuse_shared_gpus(surveys: Sequence[_Survey], oversubscribe: bool) -> None
     shared = [group for group in ranks.values() if len(group) > 1]
     if shared and not oversubscribe:
         raise errors.ConfigurationError(
-            f"ranks {', '.join(map(str, shared))} have one GPU each group: start as many ranks as "
+            f"these ranks have the same GPU: {', '.join(map(str, shared))}; start as many ranks as "
             "there are GPUs, choose them with device=, or pass oversubscribe=True, which is slow "
             "and meant for tests"
         )

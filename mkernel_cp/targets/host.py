@@ -30,6 +30,7 @@ class HostTarget:
     name = "host"
     device = "cpu"
     gpu: plan.Gpu | None = None
+    shared = False  # several ranks have one GPU
     capturing = captured = False  # a graph: now; ever
 
     def __init__(self, links: Any):
