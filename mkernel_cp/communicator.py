@@ -234,7 +234,8 @@ class Communicator:
         host = HostTarget(self._links)
         pages = self._exchange_blocking(host, HostPage.nbytes())
         self._pages = [HostPage(segment) for segment in pages]
-        self._page_addresses = self._machine.map_pages(self._pages, pages[0].nbytes)
+        size = pages[0].nbytes
+        self._page_addresses = self._or_none(lambda: self._machine.map_pages(self._pages, size))
         signals = self._exchange_blocking(self._machine, SignalPage.nbytes(self.size))
         self._signal_pages = [SignalPage(segment, self.size) for segment in signals]
         self._signals = self._machine.signals(self._signal_pages[self.rank])
@@ -262,7 +263,20 @@ class Communicator:
             problem = str(error)
         answers = self.mpi.allgather((problem, ticket))
         _raise_out_of_memory([problem for problem, _ in answers])
-        return machine.open(segment, [ticket for _, ticket in answers], lambda: None)
+        tickets = [ticket for _, ticket in answers]
+        return self._or_none(lambda: machine.open(segment, tickets, lambda: None))
+
+    def _or_none(self, work: Callable[[], Any]) -> Any:
+        """Return `work()`; if it fails on one rank, it fails on all."""
+        result = error = None
+        try:
+            result = work()
+        except errors.Error as raised:
+            error = raised
+        for rank, raised in enumerate(self.mpi.allgather(error)):
+            if raised is not None:
+                raise type(raised)(f"rank {rank}: {raised}")
+        return result
 
     def _make_world(self) -> None:
         """Fill in the struct by which kernels know this communicator."""
@@ -301,11 +315,8 @@ class Communicator:
 
     def _self_test(self) -> None:
         """Write a pattern to every peer and read back what they wrote."""
-        place, machine, pages = (
-            structs.shared().Inbox.reserved.offset,
-            self._machine,
-            self._signal_pages,
-        )
+        machine, pages = self._machine, self._signal_pages
+        place = structs.shared().Inbox.reserved.offset
         there = [page.inbox_address(self.rank) + place for page in pages]
         here = [pages[self.rank].inbox_address(peer) + place for peer in range(self.size)]
         machine.write_words(there, [_pattern(self.rank, peer) for peer in range(self.size)])
@@ -643,6 +654,9 @@ class Communicator:
             error = errors.OutOfMemoryError(f"rank {self.rank}: {what}: {reason.strerror}")
             self.refuse(error)
             raise error from None
+        except errors.Error as error:
+            self.refuse(error)
+            raise
         if not self._signals.launched(generation):
             self._raise_failure()
             raise errors.Error(f"{what}: the kernel ended without result or record")
@@ -744,12 +758,18 @@ class Communicator:
         """
         if self._closed:
             return
-        self._machine.wait()
+        self._wait_for_all()
         pending = self._pending()
         self._end.reported = True
         self._dismantle()
         if pending is not None:
             raise pending
+
+    def _wait_for_all(self) -> None:
+        try:
+            self._machine.wait()
+        except errors.Error as error:
+            self._failure = self._failure or error
 
     def __enter__(self) -> "Communicator":
         return self
@@ -758,7 +778,7 @@ class Communicator:
         if value is None:
             self.close()
         elif not self._closed:
-            self._machine.wait()
+            self._wait_for_all()
             self._pending()
             self._end.reported = True
             self._dismantle()
@@ -825,7 +845,8 @@ class _End:
         if self._over or self._process != os.getpid():
             return  # in a forked child all of it is its parent's
         self._over = True
-        self._machine.wait()
+        with contextlib.suppress(errors.Error):
+            self._machine.wait()
         # Peers see that it has closed before they see its sockets end.
         self._pages[self._rank].words.closed = 1
         if self._watcher is not None:

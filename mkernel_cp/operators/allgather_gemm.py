@@ -254,6 +254,7 @@ class AllGatherGemm:
     ) -> tuple[Any, Any]:
         comm = self._comm
         if self._arena is not comm.arena:
+            comm.machine.refuse_capture(self._what)
             self._bind(comm.arena)
         params = self._params
         place, pitch, a_rows = self._operand(a)

@@ -155,7 +155,8 @@ class CudaTarget:
         for segment in segments:
             if segment in self._opened:
                 self._opened.remove(segment)
-                self._runtime.ipcCloseMemHandle(segment.address)
+                with contextlib.suppress(self._runtime.CUDARuntimeError):  # of a broken GPU
+                    self._runtime.ipcCloseMemHandle(segment.address)
 
     def discard(self, segment: "Segment") -> None:
         """Give back a segment that no peer has mapped, or has any more."""
@@ -296,7 +297,7 @@ class CudaTarget:
             self._chain.follow(stream)
 
     def launch(self, kernel: "Kernel", request: "Request") -> None:
-        """Start a kernel on the current stream; OSError if it could not be started."""
+        """Start a kernel on the current stream; Error if it could not be started."""
         stream = self._current_stream()
         kernel.start(request, stream)
         if not self.capturing:
@@ -351,7 +352,10 @@ class CudaTarget:
 
     def _sweep(self) -> None:
         """Free buried segments that no peer has mapped; it would wait for a running kernel."""
-        if not self._chain.over():
+        try:
+            if not self._chain.over():
+                return
+        except errors.Error:
             return
         for grave in list(_graveyard):
             if grave.target.unmapped_by_all():
@@ -526,13 +530,13 @@ class Kernel:
         return Request(params, agents, shared_bytes)
 
     def start(self, request: Request, stream: Any) -> None:
-        """Start it on a stream; OSError if the driver refuses."""
+        """Start it on a stream; Error if the driver refuses."""
         (status,) = self._driver.cuLaunchCooperativeKernel(
             *(self._function, request.grid, 1, 1, _THREADS, 1, 1, request.shared_bytes),
             *(stream.ptr, request.arguments),
         )
         if status:
-            raise OSError(0, f"{self._name} was not launched: {status.name}")
+            raise errors.Error(f"{self._name} could not be launched: {status.name}")
 
 
 class _Chain:
