@@ -29,7 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor.doctor()
     if arguments.command == "compile":
         return compile.compile_kernels(arguments)
-    return job.on_ranks(functools.partial(arguments.program, arguments=arguments))
+    return job.on_ranks(
+        functools.partial(arguments.program, arguments=arguments),
+        oversubscribe=arguments.command == "demo",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -277,8 +277,10 @@ class Communicator:
         result, problem = None, None
         try:
             result = step()
-        except Exception as error:
+        except errors.Error as error:
             problem = _Raised(self.rank, error)
+        except OSError as error:
+            problem = _Raised(self.rank, errors.ConfigurationError(f"cannot be set up: {error}"))
         for raised in self.mpi.allgather(problem):
             if raised is not None:
                 raise raised.error
@@ -331,11 +333,8 @@ class Communicator:
 
     def _self_test(self) -> None:
         """Write a pattern to every peer and read back what they wrote."""
-        place, machine, pages = (
-            structs.shared().Inbox.reserved.offset,
-            self._machine,
-            self._signal_pages,
-        )
+        machine, pages = self._machine, self._signal_pages
+        place = structs.shared().Inbox.reserved.offset
         there = [page.inbox_address(self.rank) + place for page in pages]
         here = [pages[self.rank].inbox_address(peer) + place for peer in range(self.size)]
         machine.write_words(there, [_pattern(self.rank, peer) for peer in range(self.size)])
@@ -570,9 +569,9 @@ class Communicator:
         seen, since = self._pulse.get(peer, (None, now))
         if beat != seen:
             self._pulse[peer] = beat, now
-        elif self._watcher and self._progress_seconds:
-            if now - since > max(self._progress_seconds, _SILENCE_SECONDS):
-                self._fail(Reason.PROGRESS_TIMEOUT, peer, generation, now - since)
+        limit = max(self._progress_seconds, _SILENCE_SECONDS) if self._progress_seconds else None
+        if self._watcher and limit and beat == seen and now - since > limit:
+            self._fail(Reason.PROGRESS_TIMEOUT, peer, generation, now - since)
 
     def _await_peer(self, peer: int) -> None:
         self._raise_failure()
@@ -773,7 +772,7 @@ class Communicator:
             if operator.index(agents) < 1:
                 raise ValueError(f"agents={agents}: use at least 1")
             message = structs.shared().CallMessage(digest=digest_of(what))
-            loaded = self._load(kernel)
+            loaded = self.load(kernel)
             if operand is not None:
                 operand = self._machine.shadow(self._machine.array("operand", operand))
                 if not self.in_segment(operand) or operand.strides[-1] != operand.itemsize:
@@ -803,7 +802,8 @@ class Communicator:
             request = self.prepare(loaded, params, agents, shared_bytes)
             self.run(loaded, request, what)
 
-    def _load(self, kernel: Kernel) -> Any:
+    def load(self, kernel: Kernel) -> Any:
+        """Return a kernel as this communicator's target runs it; compiled by the first use."""
         if kernel not in self._kernels:
             self._kernels[kernel] = self._machine.kernel(
                 kernel.source, kernel.name, dict(kernel.defines)
@@ -861,11 +861,6 @@ class Communicator:
         return ((self.rank + i) % self.size for i in range(1, self.size))
 
     # --- failure and end --------------------------------------------------------------------------
-
-    def begin(self, what: str) -> None:
-        """Raise if no call can be made any more."""
-        if self._closed or self._pages[self.rank].words.abort or self._process != os.getpid():
-            self._begin(what)
 
     def _begin(self, what: str) -> None:
         if self._process != os.getpid():
@@ -936,12 +931,18 @@ class Communicator:
         """
         if self._closed:
             return
-        self._machine.wait()
+        self._wait_for_all()
         pending = self._pending()
         self._end.reported = True
         self._dismantle()
         if pending is not None:
             raise pending
+
+    def _wait_for_all(self) -> None:
+        try:
+            self._machine.wait()
+        except errors.Error as error:
+            self._failure = self._failure or error
 
     def __enter__(self) -> "Communicator":
         return self
@@ -950,7 +951,7 @@ class Communicator:
         if value is None:
             self.close()
         elif not self._closed:
-            self._machine.wait()
+            self._wait_for_all()
             self._pending()
             self._end.reported = True
             self._dismantle()
@@ -974,8 +975,6 @@ class _Raised:
     """An exception of one rank, on its way to all."""
 
     def __init__(self, rank: int, error: Exception):
-        if isinstance(error, OSError) and not isinstance(error, errors.Error):
-            error = errors.ConfigurationError(f"{type(error).__name__}: {error}")
         try:
             self.error = type(error)(f"rank {rank}: {error}")
             pickle.loads(pickle.dumps(self.error))
@@ -1021,7 +1020,8 @@ class _End:
         if self._over or self._process != os.getpid():
             return  # in a forked child all of it is its parent's
         self._over = True
-        self._machine.wait()
+        with contextlib.suppress(errors.Error):
+            self._machine.wait()
         # Peers see that it has closed before they see its sockets end.
         self._pages[self._rank].words.closed = 1
         if self._watcher is not None:

@@ -41,7 +41,7 @@ _STALE_SECONDS = 3600.0
 
 _HOST_OPTIONS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
-    *("-Wall", "-Wextra", "-Werror=return-type"),
+    *("-Wall", "-Wextra", "-Werror=return-type", "-pipe"),
 )
 # What /proc/cpuinfo calls the instructions of each level, best level first.
 _X86_LEVELS = {

@@ -47,7 +47,7 @@ class LocalWorld:
         BaseException
             That of the lowest rank that raised, once all have ended; the others' are its notes.
         """
-        group = _Group(self.size, _Family())
+        group = _Group(list(range(self.size)), _Family())
         results: list[Any] = [None] * self.size
         raised: dict[int, BaseException] = {}
 
@@ -94,8 +94,8 @@ class _Family:
 class _Group:
     """What the ranks of one communicator share: the contributions to its collectives."""
 
-    def __init__(self, size: int, family: _Family):
-        self.size, self.family = size, family
+    def __init__(self, members: list[int], family: _Family):
+        self.size, self.members, self.family = len(members), members, family
         self.changed = family.changed
         self.calls: dict[tuple[str, int], dict[int, Any]] = {}
 
@@ -145,7 +145,8 @@ class LocalComm:
         # The lowest member's dictionary is the place where the others find the new group.
         place = entries[min(r for _, r in members)][3]
         with self._group.changed:
-            group = place.setdefault(color, _Group(len(members), self._group.family))
+            own = [self._group.members[r] for _, r in members]
+            group = place.setdefault(color, _Group(own, self._group.family))
         return LocalComm(group, [r for _, r in members].index(self._rank))
 
     def Free(self) -> None:
@@ -180,14 +181,13 @@ class _Request:
             return self._result
         calls = self._group.calls
         with self._group.changed:
-            family = self._group.family
             complete = lambda: len(calls[self._call]) >= self._group.size  # noqa: E731
-            over = lambda: complete() or (seconds is None and family.left)  # noqa: E731
+            over = lambda: complete() or (seconds is None and self._gone())  # noqa: E731
             self._group.changed.wait_for(over, seconds)
             if not complete():
                 if seconds is not None:
                     return None
-                raise RuntimeError(f"rank {family.left[0]} of the world has ended, and is awaited")
+                raise RuntimeError(f"rank {self._gone()[0]} of the world has ended, and is awaited")
             values = calls[self._call]
             self._result = [values[rank] for rank in range(self._group.size)]
             # The last rank that takes it clears it away.
@@ -197,6 +197,11 @@ class _Request:
         if self._deliver:
             self._deliver(self._result)
         return self._result
+
+    def _gone(self) -> list[int]:
+        """Return who is awaited and has left the world."""
+        group, here = self._group, self._group.calls[self._call]
+        return [m for r, m in enumerate(group.members) if r not in here and m in group.family.left]
 
 
 class LocalLinks:

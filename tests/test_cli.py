@@ -303,6 +303,22 @@ def test_demo_notices_bytes_that_were_not_planned():
     assert done.stdout.count("WRONG") == 8
 
 
+# --- compile --------------------------------------------------------------------------------------
+
+
+@pytest.mark.nvrtc
+def test_compile_fills_the_cache_once(tmp_path):
+    env = {"MKERNEL_CACHE_DIR": str(tmp_path)}
+    for compiled in (6, 0):
+        done = alone("compile", "--arch", "sm_80", env=env)
+        assert done.returncode == 0, done.stderr
+        assert f"6 kernels for sm_80: {compiled} compiled" in done.stdout
+    assert len(list(tmp_path.glob("*.cubin"))) == 6
+    done = alone("compile", "--arch", "gpu", env=env)
+    assert done.returncode == 1
+    assert "sm_80 or sm_90a" in done.stderr
+
+
 # --- how a job ends -------------------------------------------------------------------------------
 
 AGREED = "comm.agree('x', lambda: 1 // int(comm.rank != 1))"

@@ -280,7 +280,7 @@ def test_a_check_ends_an_exchange_that_nobody_joins():
     def program(comm):
         if comm.Get_rank() == 0:
 
-            def check():
+            def check(peer):
                 raise mk.PeerLostError("enough")
 
             comm.links().exchange(Segment.create(1), check)

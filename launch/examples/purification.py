@@ -64,7 +64,7 @@ def main():
     size = parser.parse_args().size
     n_occ = size // 2
 
-    with mk.Communicator(MPI.COMM_WORLD) as comm:
+    with mk.Communicator(MPI.COMM_WORLD, target="host") as comm:  # as it uses NumPy
         h = hamiltonian(size, comm.rows(size))
         p = purify(h, n_occ, comm)
         parts = comm.mpi.gather((h, p))

@@ -205,12 +205,17 @@ def _run(comm: Communicator, operator: _Operator, case: Any) -> Row:
     )
 
 
+def _note(comm: Communicator) -> str:
+    shared = "; ranks share GPUs" if comm.machine.shared else ""
+    return _TARGETS[comm.target] + shared
+
+
 def _title(comm: Communicator) -> str:
     nodes = "node" if comm.num_nodes == 1 else "nodes"
     ranks = "rank" if comm.size == 1 else "ranks"
     return (
         f"mkernel_cp {__version__}, {comm.size} {ranks} on {comm.num_nodes} {nodes}, "
-        f"target {comm.target}: {_TARGETS[comm.target]}"
+        f"target {comm.target}: {_note(comm)}"
     )
 
 
@@ -230,7 +235,7 @@ def _json(comm: Communicator, rows: Sequence[Row]) -> str:
             "world": comm.size,
             "nodes": comm.num_nodes,
             "target": comm.target,
-            "note": _TARGETS[comm.target],
+            "note": _note(comm),
             "ok": all(row.ok for row in rows),
             "rows": records,
         },

@@ -45,8 +45,10 @@ def say(text: object) -> None:
     sys.stderr.flush()
 
 
-def on_ranks(program: Callable[[Communicator], int]) -> int:
+def on_ranks(program: Callable[[Communicator], int], *, oversubscribe: bool = False) -> int:
     """Return the exit code of ``program(comm)``, which runs on all ranks of the world.
+
+    If asked to, ranks share GPUs where there are fewer.
 
     An exception ends the whole job with exit code 1 and one message.
     """
@@ -63,7 +65,7 @@ def on_ranks(program: Callable[[Communicator], int]) -> int:
     _show_warnings(world.Get_rank())
     speaker = _Speaker(world)
     try:
-        with Communicator(world) as comm:
+        with Communicator(world, oversubscribe=oversubscribe) as comm:
             # The peers fail when this block is left, so the reason is told before.
             try:
                 return program(comm)

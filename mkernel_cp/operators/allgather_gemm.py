@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import compiler, structs
+from .. import compiler, errors, structs
 from .. import plan as plans
 from ..communicator import Arena, Communicator, extent
+from ..kernel import Kernel
 from ..memory import Location
 from . import operands
 
@@ -33,7 +34,9 @@ def allgather_gemm(
     Parameters
     ----------
     a : (M_r, K) array
-        This rank's rows of A; bfloat16, float16, float32 or float64, in any strides. It is read in
+        This rank's rows of A; bfloat16, float16, float32 or float64, in any strides: a NumPy array
+        on the host target; on the cuda target a CuPy array, or one that has
+        ``__cuda_array_interface__`` or DLPack, on the communicator's GPU. It is read in
         place by the peers if it comes from `Communicator.empty`, `zeros` or `asarray` and its rows
         (or, on all ranks, its columns) are contiguous; else it is copied first.
     b : (K, N_r) array
@@ -54,6 +57,13 @@ def allgather_gemm(
         `out`, or a new array. Sums are in float32 (float64 for float64), in the order of K, so
         equal inputs give equal bits whatever the number of ranks.
 
+    Notes
+    -----
+    On the cuda target a call returns at once: it runs in the order of the current CuPy stream, and
+    a failure is raised by the next call or by `Communicator.synchronize`. With `out` it can be
+    captured in a CUDA graph once it has been made outside the capture; graphs that hold fused calls
+    must be replayed one after the other, and in the same order on all ranks.
+
     Raises
     ------
     TypeError, ValueError
@@ -68,12 +78,22 @@ def allgather_gemm(
     >>> with mk.Communicator() as comm:
     ...     c = mk.allgather_gemm(a[comm.rows(m)], b, comm=comm, row_counts=comm.row_counts(m))
     """
-    with comm.refusing_alone():
-        spec = _Spec(*_pair(a, b, comm), comm, row_counts, dtype, options)
-    step = comm.plans.get(spec)
-    if step is None:
-        step = comm.plans[spec] = AllGatherGemm._from_spec(spec, comm, a)
-    return step(a, b, out=out)
+    operands.check_communicator(comm)
+    with comm.calling("allgather_gemm()"):
+        own, other = _pair(a, b, comm)
+        spec = _Spec(own, other, comm, row_counts, dtype, options)
+        step = comm.plans.get(spec)
+        if step is None:
+            result = operands.output(
+                out, spec.out_shape, spec.out_dtype, (("a", own), ("b", other)), comm.machine
+            )
+            try:
+                step = comm.plans[spec] = AllGatherGemm._from_spec(spec, comm, a)
+            except errors.Error:
+                if out is not None and comm.closed:
+                    comm.machine.fill(result.array, np.nan)
+                raise
+        return step(a, b, out=out)
 
 
 class AllGatherGemm:
@@ -103,12 +123,13 @@ class AllGatherGemm:
         dtype: Any = None,
         options: plans.Options | None = None,
     ):
-        with comm.refusing_alone():
+        operands.check_communicator(comm)
+        with comm.calling("AllGatherGemm()"):
             own, other = _pair(a, b, comm)
             spec = _Spec(own, other, comm, row_counts, dtype, options)
             inputs = ("a", own), ("b", other)
             operands.output(out, spec.out_shape, spec.out_dtype, inputs, comm.machine)
-        self._set_up(spec, comm, a)
+            self._set_up(spec, comm, a)
 
     @classmethod
     def _from_spec(cls, spec: "_Spec", comm: Communicator, a: np.ndarray) -> "AllGatherGemm":
@@ -122,7 +143,7 @@ class AllGatherGemm:
         kernels = []
 
         def compile_and_prefer() -> bool | None:
-            kernels.append(_kernel(spec, comm.machine))
+            kernels.append(_kernel(spec, comm))
             return operands.prefers_columns(operands.Operand("a", a, comm.machine).shadow)
 
         chunk = plans.chunk_shape(spec.row_counts, spec.k, spec.dtype, spec.options.chunk_bytes)
@@ -136,7 +157,7 @@ class AllGatherGemm:
             return signals, max(sizes)
 
         preferences = set(comm.agreement(self._what, need, compile_and_prefer)) - {None}
-        self._kernel = kernels[0] if kernels else _kernel(spec, comm.machine)
+        self._kernel = kernels[0] if kernels else _kernel(spec, comm)
         gpu, capacity = comm.machine.gpu, 0
         if gpu is not None:
             tile = _portable_tile(spec, gpu)
@@ -200,37 +221,46 @@ class AllGatherGemm:
         comm = self._comm
         if comm is None:
             raise ValueError("this plan is closed: make another")
-        machine, spec = comm.machine, self._spec
-        key = out is not None and machine.key(a, b, out)
-        if key and self._arena is comm.arena:
-            ready = self._ready.get(key)
-            if ready is not None:
-                comm.begin(self._what)
-                machine.begin()
-                machine.hold(self._arrays, a, b, out)
-                comm.run(self._kernel, ready, self._what)
-                return out
-        with comm.refusing_alone():
-            own, other = (operands.Operand(*pair, machine) for pair in (("a", a), ("b", b)))
-            spec.check(own.shadow, other.shadow)
-            inputs = ("a", own.shadow), ("b", other.shadow)
-            result = operands.output(out, spec.out_shape, spec.out_dtype, inputs, machine)
-            machine.begin()
-            if machine.capturing and out is None:
-                raise ValueError("a call that a CUDA graph captures needs out=")
+        with comm.calling(self._what):
+            ready = self._ready_for(a, b, out)
+            if ready is None:
+                return self._call(a, b, out)
+            comm.machine.begin()
+            comm.machine.hold(self._arrays, a, b, out)
+            comm.run(self._kernel, ready, self._what)
+            return out
+
+    def _ready_for(self, a: Any, b: Any, out: Any) -> Any:
+        """Return what was prepared for an earlier call with the same arrays, if it still holds."""
+        if out is None or self._arena is not self._comm.arena:
+            return None
+        return self._ready.get(self._comm.machine.key(a, b, out))
+
+    def _call(self, a: Any, b: Any, out: Any) -> Any:
+        comm, machine, spec = self._comm, self._comm.machine, self._spec
+        own, other = (operands.Operand(*pair, machine) for pair in (("a", a), ("b", b)))
+        spec.check(own.shadow, other.shadow)
+        inputs = ("a", own.shadow), ("b", other.shadow)
+        result = operands.output(out, spec.out_shape, spec.out_dtype, inputs, machine)
+        machine.begin()
+        if machine.capturing and out is None:
+            raise ValueError("a call that a CUDA graph captures needs out=")
         # A kernel steps in whole elements; what does not is copied.
         target = result
         if operands.strides(result.shadow) is None:
             target = operands.Operand("out", machine.empty(spec.out_shape, spec.out_dtype), machine)
         request, used = self._request(own, other, target)
         machine.hold(self._arrays, used, result)
-        comm.run(self._kernel, request, self._what)
+        try:
+            comm.run(self._kernel, request, self._what)
+        finally:
+            if target is not result:
+                machine.copy(result.array, target.array)
+        key = out is not None and machine.key(a, b, out)
         if key and used == (own, other, result):
             if len(self._ready) == _MOST_READY:
                 self._ready.clear()
             self._ready[key] = request
-        if target is not result:
-            machine.copy(result.array, target.array)
         return result.array if out is None else out
 
     def prepare(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> tuple[Any, Any]:
@@ -245,6 +275,7 @@ class AllGatherGemm:
     ) -> tuple[Any, Any]:
         comm = self._comm
         if self._arena is not comm.arena:
+            comm.machine.refuse_capture(self._what)
             self._bind(comm.arena)
         params = self._params
         place, pitch, a_rows = self._operand(a)
@@ -342,11 +373,13 @@ class _Spec:
         return isinstance(other, _Spec) and self._key == other._key
 
 
-def _kernel(spec: _Spec, machine: Any) -> Any:
+def _kernel(spec: _Spec, comm: Communicator) -> Any:
+    machine = comm.machine
     defines: dict[str, Any] = plans.type_defines(spec.dtype, spec.out_dtype)
     if machine.gpu is not None:
         defines |= _portable_tile(spec, machine.gpu).defines(spec.dtype)
-    return machine.kernel(compiler.kernel_source("allgather_gemm"), "allgather_gemm", defines)
+    words = tuple((name, str(value)) for name, value in defines.items())
+    return comm.load(Kernel(str(compiler.kernel_source("allgather_gemm")), "allgather_gemm", words))
 
 
 def _portable_tile(spec: _Spec, gpu: plans.Gpu) -> plans.PortableTile:

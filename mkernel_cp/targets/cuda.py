@@ -93,6 +93,7 @@ class CudaTarget:
         self._cupy.cuda.Device(self._index).use()
         self._side = self._cupy.cuda.Stream(non_blocking=True)
         self._chain = _chains.setdefault(self._index, _Chain(self._cupy))
+        self.shared = len({survey.uuid for survey in surveys}) < len(surveys)
         self.capturing = self.captured = False  # now; ever
         self._held: list[Any] = []
         self._opened: list[Segment] = []
@@ -158,7 +159,8 @@ class CudaTarget:
         for segment in segments:
             if segment in self._opened:
                 self._opened.remove(segment)
-                self._runtime.ipcCloseMemHandle(segment.address)
+                with contextlib.suppress(self._runtime.CUDARuntimeError):  # of a broken GPU
+                    self._runtime.ipcCloseMemHandle(segment.address)
 
     def discard(self, segment: "Segment") -> None:
         """Give back a segment that no peer has mapped, or has any more."""
@@ -302,7 +304,7 @@ class CudaTarget:
             self._chain.follow(stream)
 
     def launch(self, kernel: "Kernel", request: "Request") -> None:
-        """Start a kernel on the current stream; OSError if it could not be started."""
+        """Start a kernel on the current stream; Error if it could not be started."""
         stream = self._current_stream()
         kernel.start(request, stream)
         if not self.capturing:
@@ -357,7 +359,10 @@ class CudaTarget:
 
     def _sweep(self) -> None:
         """Free buried segments that no peer has mapped; it would wait for a running kernel."""
-        if not self._chain.over():
+        try:
+            if not self._chain.over():
+                return
+        except errors.Error:
             return
         for grave in list(_graveyard):
             if grave.target.unmapped_by_all():
@@ -533,13 +538,13 @@ class Kernel:
         return Request(params, agents, shared_bytes)
 
     def start(self, request: Request, stream: Any) -> None:
-        """Start it on a stream; OSError if the driver refuses."""
+        """Start it on a stream; Error if the driver refuses."""
         (status,) = self._driver.cuLaunchCooperativeKernel(
             *(self._function, request.grid, 1, 1, _THREADS, 1, 1, request.shared_bytes),
             *(stream.ptr, request.arguments),
         )
         if status:
-            raise OSError(0, f"{self._name} was not launched: {status.name}")
+            raise errors.Error(f"{self._name} could not be launched: {status.name}")
 
 
 class _Chain:
@@ -653,7 +658,7 @@ def _refuse_shared_gpus(surveys: Sequence[_Survey], oversubscribe: bool) -> None
     shared = [group for group in ranks.values() if len(group) > 1]
     if shared and not oversubscribe:
         raise errors.ConfigurationError(
-            f"ranks {', '.join(map(str, shared))} have one GPU each group: start as many ranks as "
+            f"these ranks have the same GPU: {', '.join(map(str, shared))}; start as many ranks as "
             "there are GPUs, choose them with device=, or pass oversubscribe=True, which is slow "
             "and meant for tests"
         )

@@ -30,6 +30,7 @@ class HostTarget:
     name = "host"
     device = "cpu"
     gpu: plan.Gpu | None = None
+    shared = False  # several ranks have one GPU
     capturing = captured = False  # a graph: now; ever
 
     def __init__(self, links: Any):
@@ -49,9 +50,7 @@ class HostTarget:
         """Return what the peers need to open a segment, to be pickled."""
         return None
 
-    def open(
-        self, segment: Segment, tickets: list[Any], check: Callable[[int], None]
-    ) -> list[Any]:
+    def open(self, segment: Segment, tickets: list[Any], check: Callable[[int], None]) -> list[Any]:
         """Return every rank's segment, mapped here. Collective.
 
         `check` is called with the peer that is waited for, and raises to end the wait.

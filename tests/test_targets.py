@@ -1,0 +1,122 @@
+"""The cuda target as far as it can be tested without a GPU."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from launcher import mpirun
+
+import mkernel_cp as mk
+from mkernel_cp import compiler, plan
+from mkernel_cp.targets import cuda, host
+
+H100 = plan.Gpu("sm_90a", 132, 232448)
+SMALL = plan.Gpu("sm_86", 84, 101376)
+PAIRS = [
+    (dtype, out) for dtype in plan.DTYPES for out in (dtype, np.dtype(np.float32))
+    if out == dtype or dtype.itemsize == 2
+]  # fmt: skip
+
+
+def survey(uuid, **reaches):
+    return cuda._Survey(0, uuid, "a GPU", H100, reaches)
+
+
+def test_targets_have_the_same_members():
+    def members(kind):
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    made = {"device", "gpu", "shared", "capturing", "captured"}  # of an instance
+    assert members(host.HostTarget) - made <= members(cuda.CudaTarget)
+
+
+def test_ranks_with_one_gpu_are_refused_by_name():
+    surveys = [survey("a"), survey("b"), survey("a")]
+    with pytest.raises(mk.ConfigurationError, match=r"\[0, 2\].*oversubscribe=True"):
+        cuda._refuse_shared_gpus(surveys, False)
+    cuda._refuse_shared_gpus(surveys, True)
+    cuda._refuse_shared_gpus(surveys[:2], False)
+
+
+def test_gpus_that_do_not_reach_each_other_are_refused_by_pair():
+    surveys = [survey("a", b=True, c=False), survey("b", a=True, c=True), survey("c", a=False)]
+    with pytest.raises(mk.ConfigurationError, match=r"\[\(0, 2\), \(2, 0\)\]"):
+        cuda._refuse_missing_links(surveys)
+    cuda._refuse_missing_links(surveys[:2])
+
+
+@pytest.mark.mpi
+def test_without_cupy_or_gpu_the_error_says_what_to_install():
+    program = "import mkernel_cp as mk; mk.Communicator(target='cuda')"
+    done = mpirun(2, "-c", program, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode != 0
+    assert "ConfigurationError: rank 0: " in done.stderr
+    assert "pip install 'mkernel_cp[cu1" in done.stderr or "no GPU" in done.stderr
+
+
+@pytest.mark.parametrize("gpu", [H100, SMALL], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str)
+def test_default_tiles_fit_the_gpu(dtype, out, gpu):
+    tile = plan.portable_tile(dtype, out, mk.Options(), gpu.shared_bytes)
+    assert tile.shared_bytes(dtype, out) <= gpu.shared_bytes
+    assert bool(tile.defines(dtype)) == (gpu is SMALL)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("gpu", [H100, SMALL], ids=lambda gpu: gpu.arch)
+def test_tiles_are_those_of_the_header(tmp_path, gpu):
+    """Python and the header compute the same shared memory, with and without macros."""
+    for number, (dtype, out) in enumerate(PAIRS):
+        tile = plan.portable_tile(dtype, out, mk.Options(), gpu.shared_bytes)
+        tiling = f"mk::engine::Tiling<mk::{plan.cpp_type(dtype)}>"
+        tiling = tiling.replace("mk::float>", "float>").replace("mk::double>", "double>")
+        kind = {"float32": "float", "float64": "double"}.get(out.name, f"mk::{out.name}")
+        source = tmp_path / f"tile_{number}.cu"
+        source.write_text(
+            f'#include "mkernel/engine/portable.cuh"\n'
+            f"using Tiling = {tiling};\n"
+            f'static_assert(Tiling::rows == {tile.tile[0]}, "");\n'
+            f'static_assert(Tiling::columns == {tile.tile[1]}, "");\n'
+            f'static_assert(Tiling::k == {tile.tile[2]} && Tiling::stages == {tile.stages}, "");\n'
+            f'static_assert(Tiling::shared_bytes<{kind}> == {tile.shared_bytes(dtype, out)}, "");\n'
+        )
+        defines = [f"-D{name}={value}" for name, value in tile.defines(dtype).items()]
+        options = ["-std=c++17", f"-I{compiler.include_dir()}", f"--gpu-architecture={gpu.arch}"]
+        code, log = compiler.nvrtc_compile(source, [*options, *defines])
+        assert code is not None, log
+
+
+def make(options=None, *, ranks=4, rows=4096, n=1024, capacity=132):
+    dtype = plan.DTYPES[0]
+    return plan.plan_allgather_gemm(
+        0, (rows,) * ranks, n, 4096, dtype, dtype, False, options or mk.Options(), H100, capacity
+    )
+
+
+def test_plans_of_a_gpu_use_it_and_no_more():
+    assert sum(make().split) == 132
+    assert make(ranks=1, rows=1 << 14).split == (0, 132)
+    assert make(ranks=1, rows=128, n=256).split == (0, 1)
+    for ranks, rows, n, capacity in itertools.product((1, 2), (0, 1, 5000), (0, 7, 900), (2, 9)):
+        split = make(ranks=ranks, rows=rows, n=n, capacity=capacity).split
+        assert sum(split) <= capacity
+        assert split[1] >= 1
+        assert (split[0] >= 1) == (ranks > 1)
+    assert "target cuda, engine portable" in make().explain()
+    assert dataclasses.replace(make(), n=0).bytes_from_peers == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (mk.Options(split=(100, 100)), "runs 132 agents"),
+        (mk.Options(tile=(100, 128, 64)), "powers of two"),
+        (mk.Options(tile=(128, 16, 64)), "at least"),
+        (mk.Options(tile=(1024, 1024, 64)), "232448"),
+    ],
+    ids=str,
+)
+def test_options_that_a_gpu_cannot_take_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        make(options)
