@@ -225,6 +225,20 @@ def test_output_of_uneven_elements_is_filled_by_a_copy():
     worlds.run(2, program)
 
 
+def test_strides_of_single_rows_and_columns_mean_nothing():
+    one_row = np.lib.stride_tricks.as_strided(np.arange(8.0), (1, 4), (3, 8))
+    one_column = np.lib.stride_tricks.as_strided(np.arange(8.0), (4, 1), (8, 5))
+    field = np.zeros((1, 3), [("pad", "u1"), ("x", "f8")])["x"]
+    field[...] = 2.0
+
+    def program(comm):
+        out = mk.allgather_gemm(one_row, one_column, comm=comm)
+        np.testing.assert_array_equal(out, [[14.0], [14.0]])
+        np.testing.assert_array_equal(mk.allgather_gemm(field.T, field, comm=comm), 4.0)
+
+    worlds.run(2, program)
+
+
 def test_result_is_a_new_array_that_later_calls_leave_alone():
     def program(comm):
         a, b = np.full((4, 4), 1.0), np.eye(4)
@@ -260,6 +274,7 @@ WRONG = {
     "out of another shape": (ValueError, "the result has", A, B, {"out": np.ones((8, 6))}),
     "out of another dtype": (TypeError, "dtype=", A, B, {"out": np.ones((8, 5), np.float32)}),
     "options": (TypeError, "Options", A, B, {"options": {"tile": 3}}),
+    "a mask": (TypeError, "masked", np.ma.masked_array(A), B, {}),
 }
 
 

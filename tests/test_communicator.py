@@ -8,11 +8,13 @@ import re
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import worlds
+from launcher import mpirun
 
 import mkernel_cp as mk
 from mkernel_cp import memory
@@ -849,3 +851,48 @@ def test_an_end_without_shared_memory_is_raised_by_all(monkeypatch):
     results = constructions(2, {})
     assert [type(error) for error in results] == [mk.OutOfMemoryError] * 2
     assert "rank 0: cannot allocate" in str(results[1])
+
+
+# --- segments -----------------------------------------------------------------------------------
+
+
+def test_rooms_that_no_rank_uses_are_given_back_before_larger_ones_are_made():
+    def program(comm):
+        for mebibytes in range(3, 30, 3):
+            array = comm.empty(mebibytes << 20, np.uint8)
+            array[:] = 7
+            del array
+            gc.collect()
+        return len(comm._heap_numbers)
+
+    assert worlds.run(3, program) == [1, 1, 1]
+
+
+def test_the_ranks_of_a_node_share_its_memory():
+    """Each request is smaller than what is available, but not all together."""
+    share = memory.available_memory() * 2 // 3
+
+    def program(comm):
+        with pytest.raises(mk.OutOfMemoryError, match="together"):
+            comm.empty(share, np.uint8)
+        return comm.zeros(5).sum()
+
+    assert worlds.run(2, program) == [0, 0]
+
+
+@pytest.mark.mpi
+def test_a_mapping_that_fails_leaves_the_next_ones_in_step():
+    program = Path(__file__).parent / "programs" / "unmappable.py"
+    result = mpirun(4, program)
+    assert result.returncode == 0, result.stderr
+    assert "in step" in result.stdout
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("files", [1, 2, 3, 4])
+def test_a_rank_that_cannot_be_set_up_is_named_by_all(files):
+    """Wherever in the construction it is that the files are used up."""
+    program = Path(__file__).parent / "programs" / "few_files.py"
+    result = mpirun(3, program, files, timeout=30)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Error rank 1") == 3, result.stdout

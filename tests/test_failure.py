@@ -367,3 +367,88 @@ def test_two_communicators_called_in_another_order_end_in_the_deadline():
 
     both_have_failed = threading.Barrier(2)
     mk.LocalWorld(2).run(main)
+
+
+def test_two_threads_never_get_a_wrong_result():
+    """One of them is refused, at whatever moment it comes."""
+
+    def program(comm):
+        rng = np.random.default_rng(comm.rank)
+        a, b = rng.standard_normal((300, 400)), rng.standard_normal((400, 8))
+        expected, outcome = None, {"right": 0, "refused": 0}
+        step = mk.AllGatherGemm(a, b, comm=comm)
+        expected = step(a, b)
+
+        def call():
+            for _ in range(40):
+                try:
+                    assert (step(a, b) == expected).all()
+                    outcome["right"] += 1
+                except mk.ConcurrentCallError:
+                    outcome["refused"] += 1
+
+        threads = [threading.Thread(target=call) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return outcome
+
+    (outcome,) = outcomes(1, program)
+    assert sum(outcome.values()) == 80
+    assert outcome["right"]
+
+
+@pytest.mark.parametrize("other", ["barrier", "empty", "cold"])
+def test_a_refusal_is_noticed_by_an_agreement_though_the_rank_goes_on(other):
+    def program(comm):
+        with mk.AllGatherGemm(A, B, comm=comm) as step:
+            step(A, B)
+            if comm.rank == 0:
+                with pytest.raises(ValueError):
+                    step(A[:3], B)
+                step(A, B)
+            elif other == "barrier":
+                comm.barrier()
+            elif other == "empty":
+                comm.empty(3)
+            else:
+                mk.allgather_gemm(A[:2], B, comm=comm)
+
+    began = time.monotonic()
+    results = outcomes(2, program)
+    assert time.monotonic() - began < 5
+    all_are(results, mk.PeerError, "rank 0", "this plan is for")
+
+
+def test_what_fails_before_the_launch_is_told_to_the_peers(monkeypatch):
+    def program(comm):
+        step = mk.AllGatherGemm(A, B, comm=comm)
+        step(A, B)
+        if comm.rank == 1:
+            monkeypatch.setattr(comm.machine, "begin", lambda: 1 / 0)
+        step(A, B)
+
+    began = time.monotonic()
+    results = outcomes(2, program)
+    assert time.monotonic() - began < 5
+    assert isinstance(results[1], ZeroDivisionError)
+    all_are(results[:1], mk.PeerError, "rank 1", "ZeroDivisionError")
+
+
+@pytest.mark.parametrize("call", ["cold", "odd strides"])
+def test_a_given_output_is_nan_wherever_a_call_failed(call):
+    def program(comm):
+        out = np.zeros((8, 5), [("pad", "u1"), ("x", "f8")])["x"]
+        if call == "odd strides":
+            mk.allgather_gemm(A, B, comm=comm)
+        else:
+            out = np.zeros((8, 5))
+        if comm.rank == 0:
+            with pytest.raises(mk.TimeoutError):
+                mk.allgather_gemm(A, B, comm=comm, out=out)
+            assert np.isnan(out[4:]).all()
+            own = out[:4]
+            assert (np.isnan(own) | (own == 6)).all()
+
+    assert outcomes(2, program, entry_timeout=0.3) == [None, None]

@@ -287,3 +287,14 @@ def test_a_check_ends_an_exchange_that_nobody_joins():
 
     with pytest.raises(mk.PeerLostError, match="enough"):
         run(2, program)
+
+
+def test_a_rank_that_raises_before_it_meets_the_others_ends_the_world():
+    def program(comm):
+        if comm.Get_rank() == 1:
+            raise KeyError("before")
+        mk.Communicator(comm)
+
+    with pytest.raises((RuntimeError, KeyError)) as caught:
+        mk.LocalWorld(3).run(program)
+    assert "rank 1 of the world has ended" in str(caught.value) or "before" in str(caught.value)
