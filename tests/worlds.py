@@ -4,6 +4,7 @@ A body gets its arrays by `put` and looks at results by `get`, so that it runs o
 GPUs every rank of the world that mpirun started runs the same tests.
 """
 
+import contextlib
 import ctypes
 import functools
 import traceback
@@ -74,6 +75,28 @@ def fill(comm, array, values):
     """Write values into an array of this target, in the order of the calls."""
     values = np.broadcast_to(np.asarray(values, array.dtype), array.shape)
     comm.machine.copy(array, put(comm, np.ascontiguousarray(values)))
+
+
+def stream(comm):
+    """A stream to work on, which a graph can capture."""
+    if comm.target == "host":
+        return contextlib.nullcontext()
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+def replayer(comm, calls):
+    """What repeats calls: on GPUs a graph that has captured them."""
+    if comm.target == "host":
+        return calls
+    import cupy
+
+    current = cupy.cuda.get_current_stream()
+    current.begin_capture()
+    calls()
+    graph = current.end_capture()
+    return lambda: graph.launch(current)
 
 
 def different_options(comm, dtype):
