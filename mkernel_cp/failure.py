@@ -65,9 +65,12 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
     """
     reason, peer = Reason(record.reason), record.peer
     if reason is Reason.MISMATCH:
+        rows = "row_counts=" in texts[origin] and "row_counts=" in texts[peer]
+        hint = "; where ranks have different numbers of rows, each passes all in row_counts="
         return errors.ArgumentMismatchError(
             f"ranks disagree: rank {origin} calls {texts[origin]}; rank {peer} calls {texts[peer]}."
             " All ranks must make the same calls in the same order, with the same agreed arguments"
+            f"{hint if rows else ''}"
         )
     if reason is Reason.REFUSED:
         return errors.PeerError(f"rank {peer} raised instead of calling: {texts[peer]}")
