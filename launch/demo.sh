@@ -22,6 +22,11 @@ done
 
 # shellcheck disable=SC2119 # no extras
 prepare
+# GPUs need CuPy too; an environment that has one keeps it.
+if compgen -G '/dev/nvidia[0-9]*' >/dev/null && [[ ${MKERNEL_TARGET:-auto} != host ]] &&
+    ! "$python" -c 'import cupy, cuda.bindings.driver' 2>/dev/null; then
+    prepare "$("$python" -c 'from mkernel_cp.targets import cuda; print(f"cu{cuda.driver_series()}")')"
+fi
 if [[ " ${options[*]-} " =~ \ (-h|--help)\  ]]; then exec "$python" -m mkernel_cp demo --help; fi
 words="$(launcher --ranks "$ranks")"
 mapfile -t mpirun <<<"$words"

@@ -582,7 +582,7 @@ _graveyard: list[_Grave] = []
 
 def _libraries() -> tuple[types.ModuleType, types.ModuleType]:
     """Import CuPy and cuda-python, and see that they reach a GPU; else ConfigurationError."""
-    extra = f"pip install 'mkernel_cp[cu{_driver_series()}]'"
+    extra = f"pip install 'mkernel_cp[cu{driver_series()}]'"
     try:
         cupy = importlib.import_module("cupy")
         driver = importlib.import_module("cuda.bindings.driver")
@@ -613,7 +613,8 @@ def describe() -> list[str]:
     ]
 
 
-def _driver_series() -> int:
+def driver_series() -> int:
+    """Return the CUDA series that the driver runs, 12 or 13; 13 if it does not say."""
     version = ctypes.c_int(13000)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
