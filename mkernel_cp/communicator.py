@@ -1,6 +1,5 @@
 """`Communicator`: the ranks that make fused calls together, and the memory that they share."""
 
-import atexit
 import contextlib
 import ctypes
 import math
@@ -8,7 +7,6 @@ import operator
 import os
 import pickle
 import struct
-import sys
 import threading
 import time
 import weakref
@@ -18,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import errors, failure, settings, structs
+from . import errors, lifetime, settings, structs
 from .failure import Awaited, Reason, Role
 from .host_pages import (
     ANNOUNCED,
@@ -157,10 +155,11 @@ class Communicator:
                 "LocalWorld passes to its program"
             )
         settings.warn_unknown()
-        self._end: _End | None = None
+        self._end: lifetime.End | None = None
         self._machine: Any = None
         self._failure: errors.Error | None = None
         self._closed = False
+        self._stranded = False  # a collective of MPI's was given up
         self._process = os.getpid()
         self._in_call = threading.RLock()
         self._told: BaseException | None = None  # the last error that the peers know of
@@ -174,7 +173,6 @@ class Communicator:
         except BaseException:
             self._dismantle()
             raise
-        _open.add(self)
 
     # --- construction: the only place that may block in MPI ---------------------------------------
 
@@ -245,7 +243,7 @@ class Communicator:
         pages = self._exchange_blocking(HostTarget(self._links), HostPage.nbytes())
         signals = self._exchange_blocking(self._machine, SignalPage.nbytes(self.size))
         self._together(lambda: self._assemble(pages, signals))
-        self._end = _End(self._pages, self.rank, self._watcher, self._links, self._machine)
+        self._end = lifetime.End(self._pages, self.rank, self._watcher, self._links, self._machine)
         # Also without close(); at exit, when finalizers do nothing any more, _at_exit sees to it.
         weakref.finalize(self, self._end).atexit = False
 
@@ -266,7 +264,7 @@ class Communicator:
         self.hooks = TestHooks()
         self._make_world()
         if isinstance(self._links, SocketLinks):
-            watch = _Lost(self._pages, self.rank, self._signals)
+            watch = lifetime.Lost(self._pages, self.rank, self._signals)
             self._watcher = Watcher(
                 self._links.sockets, self._links.pids, watch, self._pages[self.rank].beat
             )
@@ -534,7 +532,7 @@ class Communicator:
             try:
                 self._look(generation, time.monotonic() - start)
             except BaseException:
-                # MPI may write to them until the process ends.
+                self._stranded = True
                 _abandoned.append((request, buffers))
                 raise
             # Ever longer: other ranks may need the core, to compile for instance.
@@ -883,7 +881,7 @@ class Communicator:
     def _pending(self) -> errors.Error | None:
         """Return the failure that this communicator met, if any; it closes it for all calls."""
         if self._failure is None:
-            self._failure = _failure_in(self._pages, self.rank)
+            self._failure = lifetime.failure_in(self._pages, self.rank)
         return self._failure
 
     def _fail(self, reason: Reason, peer: int, generation: int, waited: float = 0.0) -> None:
@@ -958,7 +956,6 @@ class Communicator:
 
     def _dismantle(self) -> None:
         self._closed = True
-        _open.discard(self)
         for plan in list(getattr(self, "plans", {}).values()):
             plan.close()
         if self._end is not None:
@@ -967,7 +964,8 @@ class Communicator:
         elif self._machine is not None:
             self._machine.close()
         # Freeing needs ranks that are there, and no collective that was left half done.
-        if self._process == os.getpid() and not (_lost or _abandoned or _finalized(self.mpi)):
+        hindered = lifetime.lost or self._stranded or _finalized(self.mpi)
+        if self._process == os.getpid() and not hindered:
             self.mpi.Free()
 
 
@@ -980,71 +978,6 @@ class _Raised:
             pickle.loads(pickle.dumps(self.error))
         except Exception:
             self.error = errors.PeerError(f"rank {rank}: {type(error).__name__}: {error}")
-
-
-class _Lost:
-    """What the watcher does about a lost peer; holds no communicator, so it keeps none alive."""
-
-    def __init__(self, pages: Sequence[HostPage], rank: int, signals: Any):
-        self._pages, self._rank, self._signals = pages, rank, signals
-
-    def __call__(self, peer: int) -> None:
-        own = self._pages[self._rank]
-        # A rank that has closed needs no obituary: who still waits for it sees that it has.
-        if self._pages[peer].words.closed or own.words.abort:
-            return
-        generation = self._signals.generation + 1
-        write_record(own, by_watcher=True, reason=Reason.LOST, peer=peer, generation=generation)
-        # The others' too: this rank may be gone before they notice the first loss themselves.
-        abort([own, *self._pages], self._rank, by_watcher=True)
-
-
-class _End:
-    """Lets go of a communicator's threads and sockets; holds no communicator either."""
-
-    def __init__(
-        self,
-        pages: Sequence[HostPage],
-        rank: int,
-        watcher: Watcher | None,
-        links: Any,
-        machine: Any,
-    ):
-        self._pages, self._rank, self._watcher, self._links = pages, rank, watcher, links
-        self._machine = machine
-        self._process = os.getpid()
-        self._over = False
-        self.reported = False
-
-    def __call__(self) -> None:
-        if self._over or self._process != os.getpid():
-            return  # in a forked child all of it is its parent's
-        self._over = True
-        with contextlib.suppress(errors.Error):
-            self._machine.wait()
-        # Peers see that it has closed before they see its sockets end.
-        self._pages[self._rank].words.closed = 1
-        if self._watcher is not None:
-            self._watcher.stop()
-        self._links.close()
-        self._machine.close()
-        error = _failure_in(self._pages, self._rank)
-        if error is not None and not self.reported:
-            _unreported.append(f"{type(error).__name__}: {error}")
-
-
-def _failure_in(pages: Sequence[HostPage], rank: int) -> errors.Error | None:
-    """Return the failure that a rank's abort word points to."""
-    word = pages[rank].words.abort
-    if not word:
-        return None
-    origin = (word & 0xFFFFFFFF) - 1
-    words = pages[origin].words
-    record = words.by_watcher if word >> 32 else words.by_kernel
-    if record.reason == Reason.LOST:
-        _lost.add(record.peer)
-    texts = [page.text(record.generation) for page in pages]
-    return failure.build(origin, record, texts)
 
 
 def _shared_memory_type(mpi: Any) -> int:
@@ -1110,27 +1043,5 @@ def extent(a: np.ndarray) -> tuple[int, int]:
     return low, high - low
 
 
-_open: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+# Requests that were given up, and their buffers: MPI may write to them until the process ends.
 _abandoned: list[Any] = []
-_unreported: list[str] = []
-_lost: set[int] = set()
-_owner = os.getpid()
-
-
-@atexit.register
-def _at_exit() -> None:
-    """Leave with an error if a failure was never reported, and without MPI if a rank is lost."""
-    if _owner != os.getpid():
-        return  # a forked child
-    for comm in list(_open):
-        comm._end()
-    if _unreported or _lost:
-        # MPI_Finalize would wait for ranks that do not come.
-        for text in _unreported:
-            print(f"mkernel_cp: {text}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-__all__ = ["Communicator"]

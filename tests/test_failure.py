@@ -9,7 +9,7 @@ import pytest
 import worlds
 
 import mkernel_cp as mk
-from mkernel_cp import communicator
+from mkernel_cp import lifetime
 
 A, B = np.ones((4, 6)), np.ones((6, 5))
 
@@ -156,14 +156,14 @@ def test_a_refusal_ends_an_agreement():
 
 
 def test_a_lost_peer_ends_waits_at_once(monkeypatch):
-    monkeypatch.setattr(communicator, "_lost", set())  # or this process would not end as others do
+    monkeypatch.setattr(lifetime, "lost", set())  # or this process would not end as others do
 
     def program(comm):
         mk.allgather_gemm(A, B, comm=comm)
         if comm.rank == 1:
             time.sleep(0.2)
             for rank in (0, 2):
-                communicator._Lost(comm._pages, rank, comm._signals)(1)
+                lifetime.Lost(comm._pages, rank, comm._signals)(1)
             return
         mk.allgather_gemm(A, B, comm=comm)
 
@@ -171,7 +171,7 @@ def test_a_lost_peer_ends_waits_at_once(monkeypatch):
     results = outcomes(3, program, entry_timeout=8)
     assert time.monotonic() - began < 5
     all_are(results[::2], mk.PeerLostError, "rank 1")
-    assert communicator._lost
+    assert lifetime.lost
 
 
 def test_failure_of_one_pair_ends_the_others_waits():

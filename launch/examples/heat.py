@@ -34,7 +34,7 @@ def main():
     size, rate = arguments.size, 0.2
     start = np.random.default_rng(0).random((size, size))
 
-    with mk.Communicator() as comm:
+    with mk.Communicator(target="host") as comm:
         if size < comm.size:
             raise ValueError(f"--size {size}: every one of the {comm.size} ranks needs a row")
         counts, own = comm.row_counts(size), comm.rows(size)

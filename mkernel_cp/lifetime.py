@@ -1,0 +1,104 @@
+"""How a communicator ends: by its own rank, by a peer's death, or with the process."""
+
+import atexit
+import contextlib
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from . import errors, failure
+from .failure import Reason
+from .host_pages import HostPage, abort, write_record
+from .watcher import Watcher
+
+# Ranks whose processes are gone, as their communicators count.
+lost: set[int] = set()
+_open: "weakref.WeakSet[End]" = weakref.WeakSet()
+_unreported: list[str] = []
+_owner = os.getpid()
+
+
+def failure_in(pages: Sequence[HostPage], rank: int) -> errors.Error | None:
+    """Return the failure that a rank's abort word points to."""
+    word = pages[rank].words.abort
+    if not word:
+        return None
+    origin = (word & 0xFFFFFFFF) - 1
+    words = pages[origin].words
+    record = words.by_watcher if word >> 32 else words.by_kernel
+    if record.reason == Reason.LOST:
+        lost.add(record.peer)
+    texts = [page.text(record.generation) for page in pages]
+    return failure.build(origin, record, texts)
+
+
+class Lost:
+    """What the watcher does about a lost peer; holds no communicator, so it keeps none alive."""
+
+    def __init__(self, pages: Sequence[HostPage], rank: int, signals: Any):
+        self._pages, self._rank, self._signals = pages, rank, signals
+
+    def __call__(self, peer: int) -> None:
+        own = self._pages[self._rank]
+        # A rank that has closed needs no obituary: who still waits for it sees that it has.
+        if self._pages[peer].words.closed or own.words.abort:
+            return
+        generation = self._signals.generation + 1
+        write_record(own, by_watcher=True, reason=Reason.LOST, peer=peer, generation=generation)
+        # The others' too: this rank may be gone before they notice the first loss themselves.
+        abort([own, *self._pages], self._rank, by_watcher=True)
+
+
+class End:
+    """Lets go of a communicator's threads and sockets; holds no communicator either."""
+
+    def __init__(
+        self,
+        pages: Sequence[HostPage],
+        rank: int,
+        watcher: Watcher | None,
+        links: Any,
+        machine: Any,
+    ):
+        self._pages, self._rank, self._watcher, self._links = pages, rank, watcher, links
+        self._machine = machine
+        self._process = os.getpid()
+        self._over = False
+        self.reported = False
+        _open.add(self)
+
+    def __call__(self) -> None:
+        if self._over or self._process != os.getpid():
+            return  # in a forked child all of it is its parent's
+        self._over = True
+        _open.discard(self)
+        with contextlib.suppress(errors.Error):
+            self._machine.wait()
+        # What peers meet from here on is their failure, not this rank's.
+        error = failure_in(self._pages, self._rank)
+        if error is not None and not self.reported:
+            _unreported.append(f"{type(error).__name__}: {error}")
+        # Peers see that it has closed before they see its sockets end.
+        self._pages[self._rank].words.closed = 1
+        if self._watcher is not None:
+            self._watcher.stop()
+        self._links.close()
+        self._machine.close()
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Leave with an error if a failure was never reported, and without MPI if a rank is lost."""
+    if _owner != os.getpid():
+        return  # a forked child
+    for end in list(_open):
+        end()
+    if _unreported or lost:
+        # MPI_Finalize would wait for ranks that do not come.
+        for text in _unreported:
+            print(f"mkernel_cp: {text}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
