@@ -162,6 +162,7 @@ class Communicator:
         self._stranded = False  # a collective of MPI's was given up
         self._process = os.getpid()
         self._in_call = threading.RLock()
+        self._depth = 0  # of calls within calls
         self._told: BaseException | None = None  # the last error that the peers know of
         self.mpi = comm.Dup()
         self.rank, self.size = self.mpi.Get_rank(), self.mpi.Get_size()
@@ -496,14 +497,16 @@ class Communicator:
         page.set_text(generation, what)
         page.call(generation, ANNOUNCED, digest)
         try:
-            data = pickle.dumps((digest, work()))
+            data = pickle.dumps((generation, digest, work()))
         except Exception as error:
-            if self._failed():
-                raise
-            data = pickle.dumps((digest, _Raised(self.rank, error)))
+            self._raise_failure()
+            data = pickle.dumps((generation, digest, _Raised(self.rank, error)))
         replies = self._gather(data, generation)
         values = []
-        for rank, (theirs, value) in enumerate(map(pickle.loads, replies)):
+        for rank, (turn, theirs, value) in enumerate(map(pickle.loads, replies)):
+            if turn != generation:  # the one who is ahead has refused calls that the other makes
+                ahead = rank if turn > generation else self.rank
+                self._fail(Reason.REFUSED, ahead, min(turn, generation))
             if theirs != digest:
                 self._fail(Reason.MISMATCH, rank, generation)
             values.append(value)
@@ -546,7 +549,8 @@ class Communicator:
             called = self._pages[peer].words.called
             if self._pages[peer].refused(generation):
                 self._fail(Reason.REFUSED, peer, generation)
-            if called >> 32 > generation:
+            late = self._entry_seconds and waited > self._entry_seconds
+            if called >> 32 > generation and not late:
                 continue  # it has all our data, and went on
             if called == signal(generation, READY):
                 continue  # it has all our data, and may well have closed
@@ -558,7 +562,7 @@ class Communicator:
             if called == signal(generation, ANNOUNCED):
                 self._look_at_pulse(peer, generation)
                 continue  # it agrees too; the answers tell on what
-            if self._entry_seconds and waited > self._entry_seconds:
+            if late:
                 self._fail(Reason.ENTRY_TIMEOUT, peer, generation, waited)
 
     def _look_at_pulse(self, peer: int, generation: int) -> None:
@@ -765,22 +769,21 @@ class Communicator:
         Error
             As for every operator.
         """
-        what = f"launch of {kernel.name}"
-        with self.calling(what):
+        with self.calling("launch()"):
+            if not isinstance(kernel, Kernel):
+                raise TypeError(
+                    f"kernel is a {type(kernel).__name__}: use Module(...).kernel(name)"
+                )
+            what = f"launch of {kernel.name}"
+            if operator.index(shared_bytes) < 0:
+                raise ValueError(f"shared_bytes={shared_bytes}: use 0 or more")
             if operator.index(agents) < 1:
                 raise ValueError(f"agents={agents}: use at least 1")
             message = structs.shared().CallMessage(digest=digest_of(what))
             loaded = self.load(kernel)
             if operand is not None:
                 operand = self._machine.shadow(self._machine.array("operand", operand))
-                if not self.in_segment(operand) or operand.strides[-1] != operand.itemsize:
-                    raise ValueError(
-                        "operand: use an array from empty(), zeros() or asarray(), with contiguous "
-                        "rows, so that peers can read it"
-                    )
-                place = self._segments.locate(*extent(operand))
-                message.operand.segment, message.operand.offset = place.segment, place.offset
-                message.operand_pitch = operand.strides[0]
+                self._place(operand, message)
             words = b"".join(map(self._argument, args))
             params = ctypes.create_string_buffer(
                 struct.pack("=Q", self.world_address) + bytes(message) + words,
@@ -800,6 +803,20 @@ class Communicator:
             request = self.prepare(loaded, params, agents, shared_bytes)
             self.run(loaded, request, what)
 
+    def _place(self, operand: np.ndarray, message: ctypes.Structure) -> None:
+        """Say in a message where peers find an operand; ValueError if they cannot read it."""
+        if operand.size == 0:
+            return
+        contiguous = operand.ndim > 0 and operand.strides[-1] == operand.itemsize
+        if not contiguous or min(operand.strides) < 0 or not self.in_segment(operand):
+            raise ValueError(
+                "operand: use an array from empty(), zeros() or asarray(), with contiguous rows in "
+                "ascending order, so that peers can read it"
+            )
+        place = self._segments.locate(*extent(operand))
+        message.operand.segment, message.operand.offset = place.segment, place.offset
+        message.operand_pitch = operand.strides[0]
+
     def load(self, kernel: Kernel) -> Any:
         """Return a kernel as this communicator's target runs it; compiled by the first use."""
         if kernel not in self._kernels:
@@ -814,7 +831,8 @@ class Communicator:
             return struct.pack("=d", value)
         if not hasattr(value, "shape") or isinstance(value, np.generic):
             try:
-                return struct.pack("=q", operator.index(value))
+                number = operator.index(value)
+                return struct.pack("=q" if number < 1 << 63 else "=Q", number)
             except (TypeError, struct.error):
                 raise TypeError(
                     f"argument {value!r}: use an array, a float, or an integer of 64 bits"
@@ -829,11 +847,7 @@ class Communicator:
         No other thread can make one meanwhile. What keeps this rank alone from making it is told to
         the peers, which would wait for it otherwise.
         """
-        if not self._in_call.acquire(blocking=False):
-            raise errors.ConcurrentCallError(
-                f"{what} while another thread is in a call of this communicator: the ranks' calls "
-                "need one order; make them from one thread, or give each thread its communicator"
-            )
+        self._enter(what)
         try:
             self._begin(what)
             try:
@@ -843,7 +857,19 @@ class Communicator:
                     self.refuse(error)
                 raise
         finally:
-            self._in_call.release()
+            self._leave()
+
+    def _enter(self, what: str) -> None:
+        if not self._in_call.acquire(blocking=False):
+            raise errors.ConcurrentCallError(
+                f"{what} while another thread is in a call of this communicator: the ranks' calls "
+                "need one order; make them from one thread, or give each thread its communicator"
+            )
+        self._depth += 1
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        self._in_call.release()
 
     def refuse(self, error: BaseException) -> None:
         """Post an error in place of this rank's next call, so that no peer waits for it."""
@@ -929,12 +955,23 @@ class Communicator:
         """
         if self._closed:
             return
-        self._wait_for_all()
-        pending = self._pending()
-        self._end.reported = True
-        self._dismantle()
+        pending = self._finish()
         if pending is not None:
             raise pending
+
+    def _finish(self) -> errors.Error | None:
+        """Wait for this rank's calls, let go of everything, and return the pending failure."""
+        self._enter("close()")
+        try:
+            if self._depth > 1:
+                raise errors.ConcurrentCallError("close() within a call of this communicator")
+            self._wait_for_all()
+            pending = self._pending()
+            self._end.reported = True
+            self._dismantle()
+            return pending
+        finally:
+            self._leave()
 
     def _wait_for_all(self) -> None:
         try:
@@ -949,10 +986,7 @@ class Communicator:
         if value is None:
             self.close()
         elif not self._closed:
-            self._wait_for_all()
-            self._pending()
-            self._end.reported = True
-            self._dismantle()
+            self._finish()
 
     def _dismantle(self) -> None:
         self._closed = True

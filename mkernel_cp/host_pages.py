@@ -116,7 +116,10 @@ class HostPage:
             for slot in range(_TEXT_SLOTS)
         }
         # The host does not see the generations of graphs: they are what it has said last.
-        said, length, refusal = max(key for key in slots if key[0] <= generation)
+        earlier = [key for key in slots if key[0] <= generation]
+        if not earlier:
+            return "something that so many calls later is forgotten"
+        said, length, refusal = max(earlier)
         if said == 0:
             return "nothing"
         start = slots[said, length, refusal]

@@ -7,7 +7,7 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import errors
@@ -87,8 +87,9 @@ class SocketLinks:
         self._exchanges += 1
         header = _HEADER.pack(self._exchanges, segment.nbytes)
         rights = array.array("i", [segment.fd]).tobytes()
-        for link in self.sockets.values():
-            link.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        for peer, link in self.sockets.items():
+            with _naming(peer):
+                link.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         segment.close_fd()
         # All messages are taken before any is used: a failure leaves none for the next exchange.
         files: dict[int, tuple[int, int]] = {}
@@ -112,7 +113,8 @@ class SocketLinks:
         ready.register(link, select.POLLIN)
         while not ready.poll(50):
             check(peer)
-        data, fds, _, _ = socket.recv_fds(link, _HEADER.size, 1)
+        with _naming(peer):
+            data, fds, _, _ = socket.recv_fds(link, _HEADER.size, 1)
         if len(data) == _HEADER.size and len(fds) == 1:
             number, nbytes = _HEADER.unpack(data)
             if number == self._exchanges:
@@ -131,6 +133,15 @@ class SocketLinks:
         for link in self.sockets.values():
             link.close()
         self.sockets.clear()
+
+
+@contextlib.contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    """Turn what a dead peer's socket says into its name."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise errors.PeerLostError(f"lost rank {peer}: {error}") from None
 
 
 def _name(token: bytes, rank: int) -> str:

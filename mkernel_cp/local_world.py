@@ -4,7 +4,9 @@ It gives the few calls of mpi4py that a communicator makes, and segments that ar
 tests, debuggers and ThreadSanitizer, which see no further than one process.
 """
 
+import gc
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +58,9 @@ class LocalWorld:
                 results[rank] = program(LocalComm(group, rank), *args)
             except BaseException as error:
                 raised[rank] = error
+                # Or the traceback would keep its communicator open, and the others waiting.
+                traceback.clear_frames(error.__traceback__)
+                gc.collect()
             finally:
                 group.family.leave(rank)
 

@@ -452,3 +452,74 @@ def test_a_given_output_is_nan_wherever_a_call_failed(call):
             assert (np.isnan(own) | (own == 6)).all()
 
     assert outcomes(2, program, entry_timeout=0.3) == [None, None]
+
+
+@pytest.mark.parametrize("refusals", [1, 15, 16, 40])
+def test_any_number_of_refusals_is_noticed(refusals):
+    def program(comm):
+        if comm.rank == 0:
+            for _ in range(refusals):
+                with pytest.raises(ValueError):
+                    comm.empty(-1)
+        else:
+            time.sleep(0.2)
+        comm.empty(5)
+        comm.barrier()
+        mk.allgather_gemm(A, B, comm=comm)
+
+    began = time.monotonic()
+    results = outcomes(2, program)
+    assert time.monotonic() - began < 5
+    all_are(results, mk.PeerError, "rank 0")
+
+
+def test_close_is_refused_while_a_call_runs():
+    def program(comm):
+        mk.allgather_gemm(A, B, comm=comm)
+        refused = []
+
+        def intrude():
+            time.sleep(0.2)
+            with pytest.raises(mk.ConcurrentCallError):
+                comm.close()
+            refused.append(True)
+
+        if comm.rank == 1:
+            time.sleep(0.5)
+            return mk.allgather_gemm(A, B, comm=comm)
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        out = mk.allgather_gemm(A, B, comm=comm)
+        thread.join()
+        assert refused
+        return out
+
+    for out in outcomes(2, program):
+        np.testing.assert_array_equal(out, 6.0)
+
+
+def test_close_within_a_call_is_refused():
+    def program(comm):
+        with pytest.raises(mk.ConcurrentCallError, match="within a call"):
+            comm.agree("to close", comm.close)
+        return mk.allgather_gemm(A, B, comm=comm)
+
+    for out in outcomes(2, program):
+        np.testing.assert_array_equal(out, 6.0)
+
+
+def test_a_local_rank_that_raises_is_not_waited_for():
+    def main(mpi):
+        comm = mk.Communicator(mpi, entry_timeout=20)
+        comm.barrier()
+        if comm.rank == 1:
+            raise RuntimeError("of its own")
+        with pytest.raises(mk.PeerLostError, match="rank 1"):
+            mk.allgather_gemm(A, B, comm=comm)
+        with contextlib.suppress(mk.Error):
+            comm.close()
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="of its own"):
+        mk.LocalWorld(2).run(main)
+    assert time.monotonic() - began < 8

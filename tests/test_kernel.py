@@ -96,11 +96,18 @@ def test_wrong_arguments_leave_the_communicator_usable(module):
             ((*args[:2], 1 << 70, 1.0), {}, TypeError, "64 bits"),
             (args, {"operand": np.zeros(COUNT)}, ValueError, r"empty\(\), zeros\(\)"),
             (args, {"operand": own.T}, ValueError, "contiguous"),
+            (args, {"operand": own[::-1]}, ValueError, "ascending"),
+            (args, {"operand": own[0, 0:1].reshape(())}, ValueError, "contiguous"),
+            (args, {"shared_bytes": -1}, ValueError, "0 or more"),
         ):
             with pytest.raises(kind, match=text):
                 comm.launch(kernel, 1, wrong, **keywords)
         with pytest.raises(ValueError, match="at least 1"):
             comm.launch(kernel, 0, args, operand=own[0])
+        with pytest.raises(TypeError, match="Module"):
+            comm.launch("gather_scaled", 1, args)
+        nothing = comm.zeros((0, COUNT))
+        comm.launch(kernel, 1, (own, out, 0, 1.0), operand=nothing)
         comm.launch(kernel, 1, args, operand=own[0])
         np.testing.assert_array_equal(out, 0.0)
 
