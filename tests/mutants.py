@@ -130,7 +130,11 @@ MUTANTS = {
     "source of another rank": Mutant(
         H + "schedule.cuh", "return {source_, block(", "return {ring_, block("
     ),
-    "there and back": Mutant(H + "schedule.cuh", "back_ = swap;", ""),
+    "there and back": Mutant(
+        H + "schedule.cuh",
+        "forth_(2 * i64(agents - agent) - 1)",
+        "forth_(2 * i64(agents) - 1)",
+    ),
 }
 
 
