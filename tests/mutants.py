@@ -132,8 +132,8 @@ MUTANTS = {
     ),
     "there and back": Mutant(
         H + "schedule.cuh",
-        "forth_(2 * i64(agents - agent) - 1)",
-        "forth_(2 * i64(agents) - 1)",
+        "forth_(2 * i32(agents - agent) - 1)",
+        "forth_(2 * i32(agents) - 1)",
     ),
 }
 

@@ -62,7 +62,7 @@ struct Tile {
 };
 
 // The tiles of one agent out of `agents`, in the order in which their rows are expected: own ones, then those of rank + 1,
-// ... Within a rank all column blocks of a row block come before the next row block, as its rows arrive together.
+// ... Within a rank a group of row blocks, whose rows arrive together, comes with all its columns before the next group.
 class OwnRowsFirst {
 public:
     static constexpr u32 group = 8;  // row blocks that are worked on together: the columns of B stay in the L2 cache
@@ -73,12 +73,14 @@ public:
         i64 n;
         TileShape tile;
     };
+
     MK_DEVICE OwnRowsFirst(Grid grid, u64 agent, u64 agents) : grid_(grid), agent_(agent), agents_(agents) {}
+
     class Iterator {
     public:
         MK_DEVICE Iterator(const Grid& grid, u64 agent, u64 agents, u64 ring)
-            : grid_(grid), columns_(u32(ceil_div(grid.n, grid.tile.columns))), index_(i64(agent)),
-              forth_(2 * i64(agents - agent) - 1), back_(2 * i64(agent) + 1), ring_(ring) {
+            : grid_(grid), columns_(u32(ceil_div(grid.n, grid.tile.columns))), index_(i32(agent)),
+              forth_(2 * i32(agents - agent) - 1), back_(2 * i32(agent) + 1), ring_(ring) {
             if (ring_ < grid_.size) enter(), settle();
         }
         MK_DEVICE Tile operator*() const {
@@ -90,15 +92,16 @@ public:
         // There and back: whoever got the first tile of one wave gets the last of the next, which may be a smaller one.
         MK_DEVICE Iterator& operator++() {
             index_ += forth_;
-            i64 swap = forth_;
+            i32 swap = forth_;
             forth_ = back_;
             back_ = swap;
             settle();
             return *this;
         }
         MK_DEVICE bool operator!=(const Iterator& other) const { return ring_ != other.ring_; }
+
     private:
-        MK_DEVICE i64 tiles() const { return ceil_div(rows_, grid_.tile.rows) * columns_; }
+        MK_DEVICE i32 tiles() const { return i32(ceil_div(rows_, grid_.tile.rows) * columns_); }
         MK_DEVICE void enter() {
             source_ = grid_.rank + ring_ < grid_.size ? grid_.rank + ring_ : grid_.rank + ring_ - grid_.size;
             rows_ = grid_.row_start[source_ + 1] - grid_.row_start[source_];
@@ -112,13 +115,16 @@ public:
         }
         const Grid& grid_;
         u32 columns_;
-        i64 index_, forth_, back_, rows_ = 0;
+        i32 index_, forth_, back_;
+        i64 rows_ = 0;
         u64 ring_, source_ = 0;
     };
     MK_DEVICE Iterator begin() const { return {grid_, agent_, agents_, 0}; }
     MK_DEVICE Iterator end() const { return {grid_, agent_, agents_, grid_.size}; }
+
 private:
     Grid grid_;
     u64 agent_, agents_;
 };
+
 }  // namespace mk
