@@ -89,7 +89,8 @@ class OutOfMemoryError(Error, MemoryError):
 
     Raised on every rank, with the rank that failed and the number of bytes that it asked for.
     Nothing stays allocated on any rank and nothing was started, so the communicator stays usable
-    for smaller requests.
+    for smaller requests. Only a rank that cannot start the threads or the grid of a launch raises
+    alone; its peers raise `PeerError`, and the communicator is closed.
     """
 
 
