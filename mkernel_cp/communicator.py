@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import logging
 import math
 import operator
 import os
@@ -36,6 +37,8 @@ from .reference import array_split_counts
 from .targets import cuda
 from .targets.host import HostTarget
 from .watcher import Watcher
+
+logger = logging.getLogger("mkernel_cp")
 
 _HEAP_GRAIN = 1 << 21
 _SILENCE_SECONDS = 2.0  # of a watcher, that mean nothing yet on a busy machine
@@ -310,6 +313,7 @@ class Communicator:
             entry_timeout_ns=int(self._entry_seconds * 1e9),
             progress_timeout_ns=int(self._progress_seconds * 1e9),
             generation=page.generation_word,
+            running=page.running_word,
             counters=page.counters,
             failures=page.failures_word,
             bytes_from_peers=page.bytes_word,
@@ -742,6 +746,7 @@ class Communicator:
         *,
         operand: Any = None,
         shared_bytes: int = 0,
+        stream: Any = None,
     ) -> None:
         """Run a kernel of one's own on every rank; collective, and a call like any operator's.
 
@@ -761,6 +766,8 @@ class Communicator:
             From `empty`, `zeros` or `asarray`: what peers may read; its rows must be contiguous.
         shared_bytes : int, optional
             Scratch memory of each agent.
+        stream : optional
+            As for every operator.
 
         Raises
         ------
@@ -769,7 +776,7 @@ class Communicator:
         Error
             As for every operator.
         """
-        with self.calling("launch()"):
+        with self.calling("launch()"), self._machine.on(stream):
             if not isinstance(kernel, Kernel):
                 raise TypeError(
                     f"kernel is a {type(kernel).__name__}: use Module(...).kernel(name)"
@@ -820,9 +827,12 @@ class Communicator:
     def load(self, kernel: Kernel) -> Any:
         """Return a kernel as this communicator's target runs it; compiled by the first use."""
         if kernel not in self._kernels:
-            self._kernels[kernel] = self._machine.kernel(
-                kernel.source, kernel.name, dict(kernel.defines)
-            )
+            if kernel.target not in ("auto", self.target):
+                raise errors.ConfigurationError(
+                    f"{kernel.name} is for target {kernel.target!r}, the communicator's is "
+                    f"{self.target!r}: leave out target= of its Module, or make another"
+                )
+            self._kernels[kernel] = self._machine.kernel(kernel)
         return self._kernels[kernel]
 
     def _argument(self, value: Any) -> bytes:
@@ -936,8 +946,21 @@ class Communicator:
         On the host target a call returns when it is complete, so there is nothing to wait for.
         """
         self._begin("synchronize()")
-        self._machine.wait()
+        self._machine.wait(self._tell_who_is_awaited)
         self._raise_failure()
+
+    def _tell_who_is_awaited(self, seconds: float) -> None:
+        generation, text = self._pages[self.rank].last_text()
+        last = {peer: self._pages[peer].last_text() for peer in self._peers()}
+        behind = "; ".join(
+            f"rank {peer} has got as far as call {said} ({what})"
+            for peer, (said, what) in sorted(last.items())
+            if said < generation
+        )
+        logger.warning(
+            "rank %d has waited %.0f s in synchronize(), up to call %d (%s): %s",
+            *(self.rank, seconds, generation, text, behind or "all ranks have made that call"),
+        )
 
     def barrier(self) -> None:
         """Return when all ranks have called it; under the deadlines of a call, as MPI's is not."""

@@ -120,6 +120,7 @@ def host_library(
     defines: Mapping[str, str | int] | None = None,
     sanitize: str | None = None,
     extra_include: Sequence[str | os.PathLike[str]] = (),
+    options: Sequence[str] = (),
 ) -> ctypes.CDLL:
     """Compile a source for the host, unless the cache has it, and load it.
 
@@ -134,6 +135,8 @@ def host_library(
         What to pass to the compiler's ``-fsanitize=``, for instance ``'thread'``.
     extra_include : sequence of paths, optional
         Folders of headers to search before `include_dir()`.
+    options : sequence of str, optional
+        More options of the compiler.
 
     Returns
     -------
@@ -148,7 +151,8 @@ def host_library(
         If the source does not compile or the result does not load.
     """
     with _one_at_a_time:
-        entry = _HostEntry(source, defines, sanitize or _sanitize_override, extra_include)
+        sanitize = sanitize or _sanitize_override
+        entry = _HostEntry(source, defines, sanitize, extra_include, options)
         library = _libraries.get(entry.key)
         if library is None:
             path = _cached(entry.file_name, entry.name, entry.build)
@@ -209,6 +213,12 @@ def cubin(
         return _cached(entry.file_name, entry.name, entry.build)
 
 
+def check_arch(arch: str) -> None:
+    """Raise ValueError for what is not the name of an architecture of GPUs."""
+    if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
+        raise ValueError(f"arch {arch!r}: not allowed; use one as sm_80 or sm_90a")
+
+
 def losses(log: str) -> list[str]:
     """Return the lines in which ptxas says that it made code slow: spills, serialised multiplies.
 
@@ -230,14 +240,14 @@ class _CudaEntry:
         defines: Mapping[str, str | int] | None,
         options: Sequence[str],
     ) -> None:
-        if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
-            raise ValueError(f"arch {arch!r}: not allowed; use one as sm_80 or sm_90a")
+        check_arch(arch)
         self.source = Path(source).absolute()
         self.name = f"{self.source.stem} for {arch}"
         self.nvrtc = nvrtc()
         self.options = [
-            *("-std=c++17", f"--gpu-architecture={arch}", "--ptxas-options=-v", *options),
-            *_macros(defines),
+            *("-std=c++17", f"--gpu-architecture={arch}", "--ptxas-options=-v"),
+            *_macro_options(defines),
+            *options,
         ]
         version = _answer(self.nvrtc, self.nvrtc.nvrtcVersion())
         key = _key([*self.options, f"NVRTC {version}"], _texts(self.source, [include_dir()], set()))
@@ -309,6 +319,7 @@ class _HostEntry:
         defines: Mapping[str, str | int] | None,
         sanitize: str | None,
         extra_include: Sequence[str | os.PathLike[str]],
+        options: Sequence[str] = (),
     ) -> None:
         self.source = Path(source).absolute()
         self.name = self.source.stem
@@ -317,7 +328,7 @@ class _HostEntry:
         self.options = [*_HOST_OPTIONS, *_march()]
         if sanitize is not None:
             self.options += [f"-fsanitize={sanitize}", "-g"]
-        self.options += _macros(defines)
+        self.options += [*_macro_options(defines), *options]
         self.key = _key(
             [*self.compiler[1:], *self.options, _identity(self.compiler), platform.machine()],
             _texts(self.source, self.folders, set()),
@@ -341,12 +352,17 @@ class _HostEntry:
             logger.info("compiler's remarks on %s:\n%s", self.name, result.stdout)
 
 
-def _macros(defines: Mapping[str, str | int] | None) -> list[str]:
+def macros(defines: Mapping[str, str | int] | None) -> dict[str, str]:
+    """Return preprocessor macros and their values as texts, in the order of their names."""
     # int() because the preprocessor takes the word True for 0.
-    return [
-        f"-D{name}={value if isinstance(value, str) else int(value)}"
+    return {
+        name: value if isinstance(value, str) else str(int(value))
         for name, value in sorted((defines or {}).items())
-    ]
+    }
+
+
+def _macro_options(defines: Mapping[str, str | int] | None) -> list[str]:
+    return [f"-D{name}={value}" for name, value in macros(defines).items()]
 
 
 def _find_cxx() -> tuple[str, ...]:

@@ -12,14 +12,15 @@ from . import errors
 
 
 class Reason(enum.IntEnum):
-    """Why a wait ended without its signal; as in signal.cuh, and two that only the host sees."""
+    """Why a wait ended without its signal; as in signal.cuh, and one that only the host sees."""
 
     ENTRY_TIMEOUT = 1
     PROGRESS_TIMEOUT = 2
     MISMATCH = 3
     REFUSED = 4
     CLOSED = 5
-    LOST = 6
+    CONCURRENT = 6
+    LOST = 7
 
 
 class Role(enum.IntEnum):
@@ -36,7 +37,8 @@ class Awaited(enum.IntEnum):
     CALL = 1
     ARRIVAL = 2
     READ = 3
-    AGREEMENT = 4
+    TURN = 4
+    AGREEMENT = 5
 
 
 _AWAITED = {
@@ -74,6 +76,11 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
         )
     if reason is Reason.REFUSED:
         return errors.PeerError(f"rank {peer} raised instead of calling: {texts[peer]}")
+    if reason is Reason.CONCURRENT:
+        return errors.ConcurrentCallError(
+            f"rank {origin} ran two launches of this communicator at once, one of them in "
+            f"{texts[origin]}: replay CUDA graphs that hold fused calls one after the other"
+        )
     if reason is Reason.LOST:
         return errors.PeerLostError(f"lost rank {peer}: its process has ended or is unreachable")
     if reason is Reason.CLOSED:

@@ -20,6 +20,8 @@ class HostKernel:
         What its ``MK_KERNEL`` says.
     defines : mapping of str to str
         Preprocessor definitions.
+    options : sequence of str, optional
+        More options of the compiler.
 
     Attributes
     ----------
@@ -27,8 +29,14 @@ class HostKernel:
         Size of the struct that it takes.
     """
 
-    def __init__(self, source: str | os.PathLike[str], name: str, defines: Mapping[str, str]):
-        library = compiler.host_library(source, defines=defines)
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        name: str,
+        defines: Mapping[str, str],
+        options: Sequence[str] = (),
+    ):
+        library = compiler.host_library(source, defines=defines, options=options)
         self.name = name
         try:
             size = getattr(library, f"{name}_params_size")

@@ -41,14 +41,15 @@ class SignalPage:
         Number of ranks.
     """
 
-    # generation, failures, bytes_from_peers: one line each, as different agents write them.
-    _HEADER_LINES = 3
+    # generation, failures, bytes_from_peers, running: a line each, as different agents write them.
+    _HEADER_LINES = 4
 
     def __init__(self, segment: Segment, size: int):
         self.segment = segment
         self.generation_word = segment.address
         self.failures_word = segment.address + _LINE
         self.bytes_word = segment.address + 2 * _LINE
+        self.running_word = segment.address + 3 * _LINE
         self.counters = segment.address + self._HEADER_LINES * _LINE
         self.counters_nbytes = 16 * (1 + size)
         self._inbox = self.counters + round_up(self.counters_nbytes, _LINE)
@@ -109,12 +110,19 @@ class HostPage:
         said, _, refusal = _SAID.unpack_from(self._texts, start)
         return said == generation and bool(refusal)
 
-    def text(self, generation: int) -> str:
-        """Return what the rank said of a generation, or, if nothing, of the last before it."""
-        slots = {
+    def last_text(self) -> tuple[int, str]:
+        """Return the last generation of which the rank said something, and what."""
+        return max(said for said, *_ in self._said()), self.text(1 << 63)
+
+    def _said(self) -> dict[tuple[int, int, int], int]:
+        return {
             _SAID.unpack_from(self._texts, slot * _TEXT_BYTES): slot * _TEXT_BYTES
             for slot in range(_TEXT_SLOTS)
         }
+
+    def text(self, generation: int) -> str:
+        """Return what the rank said of a generation, or, if nothing, of the last before it."""
+        slots = self._said()
         # The host does not see the generations of graphs: they are what it has said last.
         earlier = [key for key in slots if key[0] <= generation]
         if not earlier:

@@ -41,7 +41,7 @@ def test_equals_reference(case):
     worlds.run(case.world, program)
 
 
-@pytest.mark.operator
+@pytest.mark.operator(world=2)
 @pytest.mark.parametrize(
     ("m", "n", "k"),
     [(1, 8, 147456), (17, 640, 4096), (127, 264, 72), (64, 1536, 16), (1000, 8, 72)],

@@ -24,6 +24,7 @@ def allgather_gemm(
     row_counts: Sequence[int] | None = None,
     out: np.ndarray | None = None,
     dtype: Any = None,
+    stream: Any = None,
     options: plans.Options | None = None,
 ) -> np.ndarray:
     """Return A @ b, where A is the rows `a` of all ranks, one rank's below another's.
@@ -48,6 +49,8 @@ def allgather_gemm(
         Where to put the result, in any strides; must not overlap `a` or `b`.
     dtype : data-type, optional
         Of the result: that of the operands (default), or float32 for 16-bit operands.
+    stream : cupy.cuda.Stream, int, or object with ``__cuda_stream__``, optional
+        Where the call is queued on the cuda target. Default: the current CuPy stream.
     options : Options, optional
         Choices that the plan would make otherwise.
 
@@ -59,10 +62,10 @@ def allgather_gemm(
 
     Notes
     -----
-    On the cuda target a call returns at once: it runs in the order of the current CuPy stream, and
-    a failure is raised by the next call or by `Communicator.synchronize`. With `out` it can be
-    captured in a CUDA graph once it has been made outside the capture; graphs that hold fused calls
-    must be replayed one after the other, and in the same order on all ranks.
+    On the cuda target a call returns at once: it runs in the order of its stream, and a failure is
+    raised by the next call or by `Communicator.synchronize`. With `out` it can be captured in a
+    CUDA graph once it has been made outside the capture; graphs that hold fused calls must be
+    replayed one after the other, and in the same order on all ranks.
 
     Raises
     ------
@@ -72,6 +75,9 @@ def allgather_gemm(
         On all ranks, if they do not agree on the number of rows, K, dtypes or options.
     TimeoutError, PeerLostError
         On all ranks, if one does not take part. What was not finished of the result is NaN.
+    ConcurrentCallError
+        If another thread is in a call of the communicator; on all ranks, if graphs that hold fused
+        calls were replayed at once.
 
     Examples
     --------
@@ -79,7 +85,7 @@ def allgather_gemm(
     ...     c = mk.allgather_gemm(a[comm.rows(m)], b, comm=comm, row_counts=comm.row_counts(m))
     """
     operands.check_communicator(comm)
-    with comm.calling("allgather_gemm()"):
+    with comm.calling("allgather_gemm()"), comm.machine.on(stream):
         own, other = _pair(a, b, comm)
         spec = _Spec(own, other, comm, row_counts, dtype, options)
         step = comm.plans.get(spec)
@@ -121,10 +127,11 @@ class AllGatherGemm:
         row_counts: Sequence[int] | None = None,
         out: np.ndarray | None = None,
         dtype: Any = None,
+        stream: Any = None,
         options: plans.Options | None = None,
     ):
         operands.check_communicator(comm)
-        with comm.calling("AllGatherGemm()"):
+        with comm.calling("AllGatherGemm()"), comm.machine.on(stream):
             own, other = _pair(a, b, comm)
             spec = _Spec(own, other, comm, row_counts, dtype, options)
             inputs = ("a", own), ("b", other)
@@ -215,13 +222,13 @@ class AllGatherGemm:
         self._params.message.digest = constants.digest
 
     def __call__(
-        self, a: np.ndarray, b: np.ndarray, *, out: np.ndarray | None = None
+        self, a: np.ndarray, b: np.ndarray, *, out: np.ndarray | None = None, stream: Any = None
     ) -> np.ndarray:
         """Return A @ b for operands of the planned shapes and dtypes; see `allgather_gemm`."""
         comm = self._comm
         if comm is None:
             raise ValueError("this plan is closed: make another")
-        with comm.calling(self._what):
+        with comm.calling(self._what), comm.machine.on(stream):
             ready = self._ready_for(a, b, out)
             if ready is None:
                 return self._call(a, b, out)

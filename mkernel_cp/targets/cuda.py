@@ -11,21 +11,22 @@ import importlib
 import time
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .. import compiler, errors, plan
+from .. import compiler, errors, kernel, plan
 from ..host_pages import HostPage, SignalPage
 from ..memory import round_up
 from .host import address_of
 
 # The driver carves small allocations out of blocks of 2 MiB, and shares whole blocks.
 _GRAIN = 1 << 21
-_THREADS = 256
 _OLDEST = (8, 0)
+_TELL_SECONDS = 30.0  # after which a wait says whom it is for
+_UNCHANGED = contextlib.nullcontext()
 _CLOSED_AND_UNMAPPED = 2
 
 
@@ -89,6 +90,7 @@ class CudaTarget:
         self._index, self.gpu = own.index, own.gpu
         self.device = f"cuda:{own.index} ({own.name})"
         self._runtime = self._cupy.cuda.runtime
+        self._driver_error = self._cupy.cuda.driver.CUDADriverError
         self._array = self._cupy.ndarray
         self._cupy.cuda.Device(self._index).use()
         self._side = self._cupy.cuda.Stream(non_blocking=True)
@@ -275,14 +277,36 @@ class CudaTarget:
 
     # --- launches ---------------------------------------------------------------------------------
 
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Make a stream that a caller has passed the current one; None leaves it as it is."""
+        if stream is None:
+            return _UNCHANGED
+        if isinstance(stream, self._cupy.cuda.Stream | self._cupy.cuda.ExternalStream):
+            return stream
+        if hasattr(stream, "__cuda_stream__"):
+            _, stream = stream.__cuda_stream__()
+        if isinstance(stream, bool) or not isinstance(stream, int | np.integer):
+            raise TypeError(
+                f"stream is a {type(stream).__name__}: use None for the current one, a stream of "
+                "CuPy, its address as an integer, or an object with __cuda_stream__"
+            )
+        return self._cupy.cuda.ExternalStream(int(stream), self._index)
+
     def signals(self, page: SignalPage) -> "Signals":
         """Return this rank's account of its generations."""
         return Signals(self, page)
 
-    def kernel(self, source: Any, name: str, defines: Mapping[str, str | int]) -> "Kernel":
+    def kernel(self, source: kernel.Kernel) -> "Kernel":
         """Return a kernel of a source file, compiled and loaded."""
-        path = compiler.cubin(source, self.gpu.arch, defines=defines)
-        return Kernel(self._cupy, self._driver, self.gpu, path, name)
+        arch, defines = source.arch or self.gpu.arch, dict(source.defines)
+        path = compiler.cubin(source.source, arch, defines=defines, options=source.options)
+        try:
+            return Kernel(self._cupy, self._driver, self.gpu, path, source.name)
+        except self._driver_error as error:
+            raise errors.CompileError(
+                f"{source.source} has no kernel {source.name} for {self.device} when compiled for "
+                f"{arch} ({error}): define it with MK_KERNEL({source.name}, ...)"
+            ) from None
 
     def key(self, *arrays: Any) -> Any:
         """Return what stands for operands in a repeated call; None to look at them each time."""
@@ -329,14 +353,17 @@ class CudaTarget:
         _check(self._driver, self._driver.cuMemsetD32Async(address, value, words, self._side.ptr))
         self._chain.extend(self._side)
 
-    def wait(self) -> None:
-        """Return when all that was launched is over, graphs only as far as on this stream."""
+    def wait(self, tell: Callable[[float], None] | None = None) -> None:
+        """Return when all that was launched is over; if that takes long, tell so once.
+
+        What graphs have launched counts only as far as they are on the current stream.
+        """
         if self.captured:
             stream = self._cupy.cuda.get_current_stream()
             if not stream.is_capturing():
                 self._chain.follow(stream)
                 self._chain.extend(stream)
-        self._chain.wait()
+        self._chain.wait(tell)
 
     def close(self) -> None:
         """Let go of what the target holds, when all that was launched is over."""
@@ -515,21 +542,36 @@ class Kernel:
         self._function = driver.CUfunction(int(self._module.get_function(name).kernel.ptr))
         self._shared_bytes = 0
         _, self.params_bytes = _check(driver, driver.cuFuncGetParamInfo(self._function, 0))
+        # The kernel's launch bounds are the threads that it is written for.
+        self._threads = self._attribute("MAX_THREADS_PER_BLOCK")
+        self._cluster = max(1, self._attribute("REQUIRED_CLUSTER_WIDTH"))
+
+    def _attribute(self, name: str) -> int:
+        driver = self._driver
+        attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        (value,) = _check(driver, driver.cuFuncGetAttribute(attribute, self._function))
+        return value
 
     def capacity(self, shared_bytes: int) -> int:
         """Return how many agents with so much shared memory the GPU runs at a time."""
-        driver = self._driver
+        driver, function = self._driver, self._function
+        if shared_bytes > self._gpu.shared_bytes:
+            return 0
         if shared_bytes > self._shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver, driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+            _check(driver, driver.cuFuncSetAttribute(function, attribute, shared_bytes))
             self._shared_bytes = shared_bytes
-        (blocks,) = _check(
-            driver,
-            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                self._function, _THREADS, shared_bytes
-            ),
-        )
-        return blocks * self._gpu.processors
+        if self._cluster == 1:
+            blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                function, self._threads, shared_bytes
+            )
+            return _check(driver, blocks)[0] * self._gpu.processors
+        shape = driver.CUlaunchConfig()
+        shape.gridDimX, shape.gridDimY, shape.gridDimZ = self._cluster, 1, 1
+        shape.blockDimX, shape.blockDimY, shape.blockDimZ = self._threads, 1, 1
+        shape.sharedMemBytes = shared_bytes
+        clusters = driver.cuOccupancyMaxActiveClusters(function, shape)
+        return _check(driver, clusters)[0] * self._cluster
 
     def request(
         self, params: ctypes.Structure, agents: int, lanes: int, shared_bytes: int, seed: int
@@ -540,7 +582,7 @@ class Kernel:
     def start(self, request: Request, stream: Any) -> None:
         """Start it on a stream; Error if the driver refuses."""
         (status,) = self._driver.cuLaunchCooperativeKernel(
-            *(self._function, request.grid, 1, 1, _THREADS, 1, 1, request.shared_bytes),
+            *(self._function, request.grid, 1, 1, self._threads, 1, 1, request.shared_bytes),
             *(stream.ptr, request.arguments),
         )
         if status:
@@ -569,11 +611,15 @@ class _Chain:
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             raise errors.Error(f"the GPU has failed: {error}") from None
 
-    def wait(self) -> None:
-        pause = 1e-6
+    def wait(self, tell: Callable[[float], None] | None) -> None:
+        pause, start = 1e-6, time.monotonic()
         while not self.over():
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
+            waited = time.monotonic() - start
+            if tell is not None and waited > _TELL_SECONDS:
+                tell(waited)
+                tell = None
 
 
 _chains: dict[int, _Chain] = {}

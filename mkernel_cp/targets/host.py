@@ -3,18 +3,20 @@
 It also says what the members of a target are.
 """
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .. import plan
+from .. import kernel, plan
 from ..host_kernel import HostKernel
 from ..host_pages import HostPage, SignalPage
 from ..memory import Segment, available_memory
 
+_UNCHANGED = contextlib.nullcontext()
 _u64 = ctypes.POINTER(ctypes.c_uint64)
 
 
@@ -123,13 +125,21 @@ class HostTarget:
 
     # --- launches ---------------------------------------------------------------------------------
 
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Make a stream that a caller has passed the current one; None leaves it as it is."""
+        if stream is not None:
+            raise TypeError(
+                f"stream is a {type(stream).__name__}: the host target has no streams, leave it out"
+            )
+        return _UNCHANGED
+
     def signals(self, page: SignalPage) -> "Signals":
         """Return this rank's account of its generations."""
         return Signals(page)
 
-    def kernel(self, source: Any, name: str, defines: Mapping[str, str]) -> HostKernel:
+    def kernel(self, source: kernel.Kernel) -> HostKernel:
         """Return a kernel of a source file, compiled and loaded."""
-        return HostKernel(source, name, defines)
+        return HostKernel(source.source, source.name, dict(source.defines), source.options)
 
     def key(self, *arrays: Any) -> Any:
         """Return what stands for operands in a repeated call; None to look at them each time."""
@@ -150,8 +160,8 @@ class HostTarget:
     def refuse_capture(self, what: str) -> None:
         """Raise if what follows would become part of a graph, which cannot hold it."""
 
-    def wait(self) -> None:
-        """Return when all that was launched is over."""
+    def wait(self, tell: Callable[[float], None] | None = None) -> None:
+        """Return when all that was launched is over; if that takes long, tell so once."""
 
     def close(self) -> None:
         """Let go of what the target holds, when all that was launched is over."""

@@ -15,8 +15,8 @@ enum class Called : u64 {
 };
 
 // What was waited for, and why in vain: the codes of Record.
-enum class Awaited : u64 { call = 1, arrival = 2, read = 3 };
-enum class Reason : u64 { entry_timeout = 1, progress_timeout = 2, mismatch = 3, refused = 4, closed = 5 };
+enum class Awaited : u64 { call = 1, arrival = 2, read = 3, turn = 4 };
+enum class Reason : u64 { entry_timeout = 1, progress_timeout = 2, mismatch = 3, refused = 4, closed = 5, concurrent = 6 };
 
 constexpr u64 everyone = ~u64(0);
 
@@ -40,7 +40,7 @@ class Context {
 public:
     MK_DEVICE Context(World* world, u64 role)
         : world_(*world), agent_(Agent::current()), generation_(*world->generation + 1), role_(role),
-          live_(agent_.broadcast(load_relaxed(world->failures) == 0)) {}
+          live_(agent_.broadcast(enter())) {}
 
     MK_DEVICE const World& world() const { return world_; }
     MK_DEVICE const Agent& agent() const { return agent_; }
@@ -153,6 +153,13 @@ private:
     }
 
     MK_DEVICE bool closed(u64 peer) const { return peer != everyone && load_acquire(&world_.pages[peer]->closed); }
+
+    // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
+    MK_DEVICE bool enter() {
+        u64 other = agent_.index() == 0 && agent_.lane() == 0 ? exchange(world_.running, generation_) : 0;
+        if (load_relaxed(world_.failures)) return false;
+        return other == 0 || fail(Reason::concurrent, {Awaited::turn, rank(), 0}, 0, other, 0);
+    }
 
     // Another rank or agent has failed: it has written why.
     MK_DEVICE bool give_up() {

@@ -83,6 +83,12 @@ MK_DEVICE u64 fetch_add(u64* word, u64 value) {
     return old;
 }
 
+MK_DEVICE u64 exchange(u64* word, u64 value) {
+    u64 old;
+    asm volatile("atom.acq_rel.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
+    return old;
+}
+
 MK_DEVICE u64 now_ns() {
     u64 time;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));

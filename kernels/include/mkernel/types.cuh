@@ -88,6 +88,7 @@ struct World {
     u64 entry_timeout_ns;     // 0: no limit
     u64 progress_timeout_ns;  // 0: no limit
     u64* generation;          // of the last kernel that ended well
+    u64* running;             // the generation of a kernel that has not ended well, or 0
     u64* counters;            // two banks of 1 + size
     u64* failures;            // agents whose wait failed: the first one writes the record, and no launch follows
     u64* bytes_from_peers;

@@ -62,6 +62,7 @@ public:
             if (!wait(agent().alone(), &world().inbox[peer].read, 1, read)) return;
         }
         for (u64 i = 0; i <= size(); ++i) *bank(generation() + 1, i) = 0;  // the next launch finds its bank clear
+        *world().running = 0;
         *world().generation = generation();
     }
 
