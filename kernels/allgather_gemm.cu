@@ -23,12 +23,13 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     const u64 rank = launch.rank(), size = launch.size();
 
     if (launch.is(Role::mover)) {
+        Courier courier(launch, launch.agent().scratch());
         if (launch.member() == 0) launch.announce(p.message);
         for (u64 peer : RingOrder(rank, size)) {
             if (!launch.await_call(peer, plan.digest)) break;
             const CallMessage& theirs = launch.message_of(peer);
             Lines rows{static_cast<u8*>(launch.at(peer, theirs.operand)), i64(theirs.operand_pitch)};
-            if (plan.n > 0) landing.pull(peer, rows);
+            if (plan.n > 0) landing.pull(courier, peer, rows);
             launch.have_read(peer, launch.members());
         }
     }

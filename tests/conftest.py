@@ -13,7 +13,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--gpu",
         action="store_true",
-        help="run the shared bodies on GPUs, as one rank of the world that mpirun started",
+        help="run what is for GPUs on them, as one rank of the world that mpirun started",
     )
 
 
@@ -28,17 +28,20 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """On GPUs: the shared bodies for as many ranks as there are."""
+    """On GPUs: the shared bodies for as many ranks as there are, and what only GPUs show."""
     if worlds.gpu_world is None:
-        return
-    here = [item for item in items if _world_of(item) == worlds.gpu_world.Get_size()]
+        here = [item for item in items if not item.get_closest_marker("gpu")]
+    else:
+        size = worlds.gpu_world.Get_size()
+        here = [item for item in items if _world_of(item) == size]
     config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = here
-    config.expected = {item.nodeid for item in here}
+    if worlds.gpu_world is not None:
+        config.expected = {item.nodeid for item in here}
 
 
 def _world_of(item):
-    marker = item.get_closest_marker("operator")
+    marker = item.get_closest_marker("operator") or item.get_closest_marker("gpu")
     if marker is None:
         return None
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
@@ -53,6 +56,8 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish(session):
     """On GPUs a test that did not run is a failure."""
+    if session.config.getoption("collectonly"):
+        return
     missing = getattr(session.config, "expected", set()) - _passed
     if missing and not session.exitstatus:
         print(f"did not run: {sorted(missing)}")

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from launcher import mpirun
+from launcher import ROOT, mpirun
 
 import mkernel_cp as mk
 from mkernel_cp import compiler, plan
@@ -21,6 +21,15 @@ PAIRS = [
 
 def survey(uuid, **reaches):
     return cuda._Survey(0, uuid, "a GPU", H100, reaches)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_test_for_gpus_has_a_world(ranks):
+    options = ("-q", "-p", "no:cacheprovider", "--gpu", "--collect-only", "--disable-warnings")
+    done = mpirun(ranks, "-m", "pytest", *options, ROOT / "tests")
+    assert done.returncode == 0, done.stdout
+    assert "test_gpu.py" in done.stdout
 
 
 def test_targets_have_the_same_members():

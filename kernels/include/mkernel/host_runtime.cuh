@@ -51,7 +51,7 @@ class Simulator;
 // What the lanes of one agent share.
 struct Team {
     u32 index, count, lanes;
-    u8* shared;
+    Scratch scratch;
     bool verdict;
     u32 arrived, phase;
 
@@ -92,7 +92,8 @@ public:
           shared_pitch_((launch.shared_bytes + 63) / 64 * 64),
           shared_(new (std::align_val_t(64)) u8[shared_pitch_ * launch.agents]) {
         for (u64 i = 0; i < teams_.size(); ++i)
-            teams_[i] = Team{u32(i), u32(launch.agents), lanes_per_team_, shared_.get() + i * shared_pitch_, false, 0, 0};
+            teams_[i] = Team{u32(i), u32(launch.agents), lanes_per_team_,
+                             {shared_.get() + i * shared_pitch_, launch.shared_bytes}, false, 0, 0};
         for (u64 i = 0; i < lanes_.size(); ++i) {
             Lane& lane = lanes_[i];
             u64 state = launch.seed + i;

@@ -25,8 +25,8 @@ public:
         return {plan_.data[source], rows, columns, plan_.map ? plan_.map[source] : nullptr};
     }
 
-    // Brings this agent's share of a rank's chunks here from `from`, and raises the signal of each.
-    MK_DEVICE void pull(u64 source, Lines from) {
+    // Has this agent's share of a rank's chunks brought here from `from`; each raises its signal.
+    MK_DEVICE void pull(Courier& courier, u64 source, Lines from) {
         i64 panels = ceil_div(plan_.k, plan_.chunk_k), chunks = ceil_div(rows_of(source), plan_.chunk_rows) * panels;
         for (i64 i = i64(launch_.member()); i < chunks; i += i64(launch_.members())) {
             Chunk chunk{source, block(i / panels, plan_.chunk_rows, rows_of(source)),
@@ -34,10 +34,11 @@ public:
             Range lines = plan_.by_columns ? chunk.k : chunk.rows, run = plan_.by_columns ? chunk.rows : chunk.k;
             Lines to{plan_.data[source], plan_.pitch[source]};
             i64 bytes = run.size() * i64(sizeof(T));
-            Pending pending = copy(launch_.agent(), part(to, lines, run), part(from, lines, run), lines.size(), bytes);
-            launch_.raise<Scope::device>(&plan_.arrived[chunk.index], 1, pending.complete());
+            courier.send(part(to, lines, run), part(from, lines, run), lines.size(), bytes,
+                         &plan_.arrived[chunk.index]);
             if (launch_.agent().lane() == 0) fetch_add(launch_.world().bytes_from_peers, u64(lines.size() * bytes));
         }
+        courier.finish();
     }
 
     // Waits until the chunks that hold these rows and this part of k are here. Most panels lie in the chunks that were

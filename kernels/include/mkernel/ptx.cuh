@@ -188,13 +188,34 @@ MK_DEVICE void load_box_to(u16 blocks, void* to, const TensorMap* map, u64* barr
                  : "memory");
 }
 
-// Stores a box, clipped at the edges of the matrix, as one bulk group of this thread.
+// Stores a box, clipped at the edges of the matrix.
 MK_DEVICE void store_box(const TensorMap* map, const void* from, i32 x, i32 y) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n"
-                 "cp.async.bulk.commit_group;" ::"l"(map),
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(x), "r"(y)
                  : "memory");
 }
+
+// --- copies of bytes, both ends and the count aligned to 16
+
+MK_DEVICE void load_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+MK_DEVICE void store_bulk(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Closes the group of this thread's stores since the last one.
+MK_DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until all but the last `left` groups of this thread are where they were to go.
+template <u32 left>
+MK_DEVICE void wait_stores() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(left) : "memory"); }
 
 // Waits until all but the last `left` groups of this thread have read their shared memory.
 template <u32 left>

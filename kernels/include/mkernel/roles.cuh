@@ -1,7 +1,7 @@
 // Roles: which agent does what. The split is the plan's: the first agents move, the others compute.
 #pragma once
 
-#include "copy.cuh"
+#include "courier.cuh"
 #include "schedule.cuh"
 
 namespace mk {

@@ -29,10 +29,11 @@ struct Subject {
 
 enum class Poll { pending, done, refused, mismatch };
 
-// Proof that bytes are where they were to go: only copy.cuh makes one, and raise() takes nothing less.
+// Proof that bytes are where they were to go: only those who copy make one, and raise() takes nothing less.
 class Completed {
     MK_DEVICE Completed() {}
     friend class Pending;
+    friend class Courier;
 };
 
 // One launch as one agent sees it: who waits, for which generation, and whether something has already failed.

@@ -24,6 +24,12 @@ static_assert(sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(void*) == 8, "a 64-
 // Who may see a store: the agents of this GPU, or also peers, the host and the network.
 enum class Scope { device, system };
 
+// Memory of one agent.
+struct Scratch {
+    u8* data;
+    u64 bytes;
+};
+
 constexpr u64 nanoseconds_per_microsecond = 1000;
 
 }  // namespace mk

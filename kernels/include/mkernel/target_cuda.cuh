@@ -22,6 +22,11 @@
 #define MK_KERNEL(NAME, PARAMS, p) \
     extern "C" __global__ void MK_CLUSTER_DIMS __launch_bounds__(MK_THREADS, 1) NAME(const __grid_constant__ PARAMS p)
 
+// Whether multiprocessors have an engine for copies of bytes.
+#ifndef MK_BULK_COPIES
+#define MK_BULK_COPIES (__CUDA_ARCH__ >= 900)
+#endif
+
 namespace mk {
 
 extern __shared__ __align__(1024) u8 dynamic_shared[];
@@ -36,7 +41,11 @@ public:
     MK_DEVICE u32 count() const { return gridDim.x; }
     MK_DEVICE u32 lane() const { return lane_; }
     MK_DEVICE u32 lanes() const { return lanes_; }
-    MK_DEVICE u8* shared() const { return dynamic_shared; }
+    MK_DEVICE Scratch scratch() const {
+        u32 bytes;
+        asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+        return {dynamic_shared, bytes};
+    }
 
     MK_DEVICE void sync() const {
         if (lanes_ > 1) __syncthreads();

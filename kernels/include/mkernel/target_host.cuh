@@ -35,7 +35,7 @@ public:
     u32 count() const { return self_->team->count; }
     u32 lane() const { return lanes_ == 1 ? 0 : self_->index; }
     u32 lanes() const { return lanes_; }
-    u8* shared() const { return self_->team->shared; }
+    Scratch scratch() const { return self_->team->scratch; }
 
     void sync() const {
         if (lanes_ > 1) self_->team->barrier();

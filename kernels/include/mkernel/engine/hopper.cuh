@@ -289,8 +289,10 @@ public:
                 const u8* staged = shared.staged[consumer][turn.slot];
                 const bool empty = part.rows.size() <= 0 || part.columns.size() <= 0;
                 ptx::wait(&shared.ready[consumer][turn.slot], turn.parity);
-                if (!empty && map && lane == 0)
+                if (!empty && map && lane == 0) {
                     ptx::store_box(map, staged, i32(part.columns.begin), i32(part.rows.begin));
+                    ptx::commit_stores();
+                }
                 if (!empty && !map) deliver_pieces(alone, part, staged, sink);
                 __syncwarp();
                 if (lane == 0) {
@@ -336,7 +338,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
                     const Right& b, Gate gate, Sink sink) {
     using Engine = Hopper<T, Schedule, Sink>;
     static_assert(sizeof(T) == 2, "bfloat16 or float16");
-    auto& shared = *reinterpret_cast<typename Engine::Shared*>(launch.agent().shared());
+    auto& shared = *reinterpret_cast<typename Engine::Shared*>(launch.agent().scratch().data);
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
 
     if (threadIdx.x == 0) Engine::init(shared, schedule, sink, launch.live());

@@ -69,7 +69,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
     using Out = typename Sink::Type;
     const Agent& agent = launch.agent();
     const i64 first = agent.lane(), step = agent.lanes(), pitch = shape.columns;
-    Acc* sums = reinterpret_cast<Acc*>(agent.shared());
+    Acc* sums = reinterpret_cast<Acc*>(agent.scratch().data);
     Acc* a_panel = sums + shape.rows * pitch;
     Acc* b_panel = a_panel + shape.rows * shape.k;
     Out* staged = reinterpret_cast<Out*>(b_panel + shape.k * pitch);

@@ -275,7 +275,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
     constexpr i32 stages = Shape::stages;
     __shared__ Task<T> task;
     const Agent& agent = launch.agent();
-    u8* ring = agent.shared();
+    u8* ring = agent.scratch().data;
     const i32 panels = i32(ceil_div(depth, Shape::k));
     bool live = agent.broadcast(launch.live());
 
