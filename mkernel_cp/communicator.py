@@ -497,9 +497,8 @@ class Communicator:
         self._signals.refresh()
         generation = self._signals.generation + 1
         digest = digest_of(what)
-        page = self._pages[self.rank]
-        page.set_text(generation, what)
-        page.call(generation, ANNOUNCED, digest)
+        self._pages[self.rank].set_text(generation, what)
+        self._post(generation, ANNOUNCED, digest)
         try:
             data = pickle.dumps((generation, digest, work()))
         except Exception as error:
@@ -514,7 +513,7 @@ class Communicator:
             if theirs != digest:
                 self._fail(Reason.MISMATCH, rank, generation)
             values.append(value)
-        page.call(generation, READY, digest)
+        self._post(generation, READY, digest)
         self._signals.advance()
         return values
 
@@ -888,8 +887,18 @@ class Communicator:
         generation = self._signals.generation + 1
         text = f"{type(error).__name__}: {error}"
         self._pages[self.rank].set_text(generation, text, refusal=True)
-        self._pages[self.rank].call(generation, REFUSED)
+        self._post(generation, REFUSED)
         self._signals.advance()
+
+    def _post(self, generation: int, progress: int, digest: int = 0) -> None:
+        """Tell all ranks what this host does in a generation in place of a launch.
+
+        They see it when the launches before are over: who is further has left this one out.
+        """
+        page, address = self._pages[self.rank], self._page_addresses[self.rank]
+        for word, value in (("digest", digest), ("called", signal(generation, progress))):
+            place = getattr(type(page.words), word).offset
+            self._machine.write_in_order(address + place, value)
 
     def _peers(self) -> Iterator[int]:
         return ((self.rank + i) % self.size for i in range(1, self.size))

@@ -88,11 +88,6 @@ class HostPage:
         page = ctypes.sizeof(structs.shared().HostPage)
         return round_up(page, _LINE) + _TEXT_SLOTS * _TEXT_BYTES
 
-    def call(self, generation: int, progress: int, digest: int = 0) -> None:
-        """Tell all ranks what this one does in a generation in place of a launch."""
-        self.words.digest = digest
-        self.words.called = signal(generation, progress)
-
     def beat(self) -> None:
         """Show that this process runs."""
         self.words.beat += 1

@@ -1,11 +1,55 @@
 """The programs in launch/examples run on several ranks and agree with NumPy."""
 
+import importlib.util
+
+import numpy as np
 import pytest
+import worlds
 from launcher import ROOT, mpirun
 
-pytestmark = pytest.mark.mpi
+
+def example(name):
+    """The program as a module."""
+    path = ROOT / "launch" / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
+@pytest.mark.operator
+@pytest.mark.parametrize("size", worlds.SIZES)
+def test_heat_is_one_launch_per_step(size):
+    heat = example("heat")
+    start = np.random.default_rng(size).random((67, 45))
+
+    def program(comm):
+        worlds.chaos(comm, seed=size, delay_ns=(200_000, 100_000))
+        launches, launch = [], comm.machine.launch
+        comm.machine.launch = lambda *request: (launches.append(request), launch(*request))
+        result = heat.steps_of_kernels(start, 40, comm)
+        assert len(launches) == 40
+        expected = heat.steps_of_numpy(start, 40)[comm.rows(67)]
+        np.testing.assert_allclose(result, expected, rtol=0, atol=1e-13)
+
+    worlds.run(size, program)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", worlds.SIZES)
+def test_purification_projects(size):
+    purification = example("purification")
+
+    def program(comm):
+        h = purification.hamiltonian(60, comm.rows(60))
+        return purification.purify(h, 30, comm)
+
+    p = np.concatenate(worlds.run(size, program))
+    occupied = np.linalg.eigh(purification.hamiltonian(60, slice(None)))[1][:, :30]
+    np.testing.assert_allclose(p, occupied @ occupied.T, rtol=0, atol=1e-9)
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "size"), [(1, 64), (3, 100), (4, 3)])
 def test_purification(ranks, size):
     program = ROOT / "launch" / "examples" / "purification.py"
@@ -18,6 +62,7 @@ def test_purification(ranks, size):
     assert errors[-1] < 1e-11 < min(errors[:-1])
 
 
+@pytest.mark.mpi
 def test_purification_of_a_degenerate_level_says_that_there_is_no_gap():
     program = (
         "import numpy as np, purification, mkernel_cp as mk\n"
@@ -30,6 +75,7 @@ def test_purification_of_a_degenerate_level_says_that_there_is_no_gap():
     assert "no gap above state 3" in done.stderr
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "size"), [(1, 5), (2, 64), (3, 3), (4, 101)])
 def test_heat(ranks, size):
     program = ROOT / "launch" / "examples" / "heat.py"

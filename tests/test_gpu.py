@@ -72,7 +72,6 @@ def call_and_wait(comm, seed=0, **options):
     except mk.Error:
         wrong = out.get() != product
         assert np.isnan(out.get()[wrong]).all()
-        assert wrong.any() or comm.size == 1
         raise
 
 

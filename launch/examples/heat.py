@@ -4,7 +4,7 @@
 
 Each rank holds some rows of the plate, whose rim is kept at zero. A step needs the row above a
 rank's first one and the row below its last one, which the kernel fetches while it works on the
-others. No rank waits for the host of another between two steps.
+others. No rank waits for the host of another between two steps. On GPUs where there are some.
 """
 
 import argparse
@@ -15,14 +15,34 @@ import numpy as np
 
 import mkernel_cp as mk
 
+RATE = 0.2
 
-def steps_of_numpy(field, steps, rate):
+
+def steps_of_numpy(field, steps):
     """Return the whole plate after some steps."""
     for _ in range(steps):
         padded = np.pad(field, 1)
         neighbours = padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:]
-        field = field + rate * (neighbours - 4 * field)
+        field = field + RATE * (neighbours - 4 * field)
     return field
+
+
+def steps_of_kernels(start, steps, comm):
+    """Return this rank's rows of the plate after some steps."""
+    size, columns = start.shape
+    if size < comm.size:
+        raise ValueError(f"{size} rows: every one of the {comm.size} ranks needs one")
+    counts = comm.row_counts(size)
+    field = comm.asarray(start[comm.rows(size)])  # peers read it in place
+    following = comm.empty(field.shape)  # and this one, when it has become the field
+    halo, arrived = comm.zeros((2, columns)), comm.zeros(2, np.uint64)
+    kernel = mk.Module(Path(__file__).with_name("heat.cu")).kernel("heat")
+    agents = 3 if comm.target == "host" else 33  # threads of the CPU, or blocks of the GPU
+    shape = (len(field), columns, counts[comm.rank - 1])
+    for _ in range(steps):
+        comm.launch(kernel, agents, (field, following, halo, arrived, *shape, RATE), operand=field)
+        field, following = following, field
+    return field.get() if comm.target == "cuda" else field
 
 
 def main():
@@ -31,27 +51,15 @@ def main():
     parser.add_argument("--size", type=int, default=200, help="rows and columns of the plate")
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()
-    size, rate = arguments.size, 0.2
+    size, steps = arguments.size, arguments.steps
     start = np.random.default_rng(0).random((size, size))
 
-    with mk.Communicator(target="host") as comm:
-        if size < comm.size:
-            raise ValueError(f"--size {size}: every one of the {comm.size} ranks needs a row")
-        counts, own = comm.row_counts(size), comm.rows(size)
-        # Peers read the field in place, and the next one becomes the field.
-        field, following = comm.zeros((2, counts[comm.rank], size))
-        field[...] = start[own]
-        halo = np.zeros((2, size))
-        arrived = np.zeros(2, np.uint64)
-        kernel = mk.Module(Path(__file__).with_name("heat.cu")).kernel("heat")
-        shape = (counts[comm.rank], size, counts[comm.rank - 1])
-        for _ in range(arguments.steps):
-            comm.launch(kernel, 3, (field, following, halo, arrived, *shape, rate), operand=field)
-            field, following = following, field
-        error = abs(field - steps_of_numpy(start, arguments.steps, rate)[own]).max()
+    with mk.Communicator() as comm:
+        field = steps_of_kernels(start, steps, comm)
+        error = abs(field - steps_of_numpy(start, steps)[comm.rows(size)]).max()
         errors = comm.mpi.gather(error)
         if comm.rank == 0:
-            print(f"{arguments.steps} steps of {size} x {size} on {comm.size} ranks: ", end="")
+            print(f"{steps} steps of {size} x {size} on {comm.size} ranks, target {comm.target}:")
             print(f"largest difference to NumPy {max(errors):.1e}")
         return int(comm.mpi.bcast(errors and max(errors)) > 1e-12)
 

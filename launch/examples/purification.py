@@ -30,7 +30,7 @@ def hamiltonian(size, rows):
 
 
 def purify(h, n_occ, comm, tolerance=1e-11, most=60):
-    """Return this rank's rows of the density matrix from its rows of H."""
+    """Return this rank's rows of the density matrix from its rows of H, NumPy's both."""
     world, size = comm.mpi, h.shape[1]
     own_diagonal = (np.arange(len(h)), np.arange(size)[comm.rows(size)])
 
@@ -40,20 +40,20 @@ def purify(h, n_occ, comm, tolerance=1e-11, most=60):
     low = world.allreduce(np.min(center - radius, initial=np.inf), MPI.MIN)
     high = world.allreduce(np.max(center + radius, initial=-np.inf), MPI.MAX)
 
-    x = comm.empty(h.shape)  # the other ranks read it in place
-    x[...] = -h / (high - low)
-    x[own_diagonal] += high / (high - low)
+    start = -h / (high - low)
+    start[own_diagonal] += high / (high - low)
+    x = comm.asarray(start)  # on the GPU, if there is one; the other ranks read it in place
 
     square = mk.AllGatherGemm(x, x.T, comm=comm, row_counts=comm.row_counts(size))
     for iteration in range(most):
         x2 = square(x, x.T).T  # own columns of X^2, so own rows
-        own = np.array([x[own_diagonal].sum(), np.sum((x2 - x) ** 2)])
+        own = np.array([float(x[own_diagonal].sum()), float(((x2 - x) ** 2).sum())])
         trace, error = world.allreduce(own)
         error = np.sqrt(error)
         if comm.rank == 0:
             print(f"{iteration:3}  trace {trace:14.8f}  |X^2 - X| {error:9.2e}", flush=True)
         if error < tolerance and abs(trace - n_occ) < 0.5:
-            return x
+            return x.get() if comm.target == "cuda" else x
         x[...] = x2 if trace > n_occ else 2 * x - x2
     raise RuntimeError(f"not idempotent after {most} iterations: no gap above state {n_occ}?")
 
@@ -64,7 +64,7 @@ def main():
     size = parser.parse_args().size
     n_occ = size // 2
 
-    with mk.Communicator(MPI.COMM_WORLD, target="host") as comm:  # as it uses NumPy
+    with mk.Communicator(MPI.COMM_WORLD) as comm:
         h = hamiltonian(size, comm.rows(size))
         p = purify(h, n_occ, comm)
         parts = comm.mpi.gather((h, p))

@@ -11,7 +11,7 @@ import importlib
 import time
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -347,10 +347,21 @@ class CudaTarget:
                 "same call outside the capture"
             )
 
-    def write_in_order(self, address: int, value: int, words: int = 1) -> None:
-        """Set 32-bit words of kernels' memory, behind the last launch and before the next."""
+    def write_in_order(self, address: int, value: int) -> None:
+        """Set a word that kernels see, behind the last launch and before the next."""
+        with self._in_order() as stream:
+            _check(self._driver, self._driver.cuStreamWriteValue64(stream, address, value, 0))
+
+    def clear_in_order(self, address: int, nbytes: int) -> None:
+        """Set kernels' memory to zero, behind the last launch and before the next."""
+        with self._in_order() as stream:
+            self._runtime.memsetAsync(address, 0, nbytes, stream)
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[int]:
+        """Give a stream, on which what is queued has its place among the launches."""
         self._chain.follow(self._side)
-        _check(self._driver, self._driver.cuMemsetD32Async(address, value, words, self._side.ptr))
+        yield self._side.ptr
         self._chain.extend(self._side)
 
     def wait(self, tell: Callable[[float], None] | None = None) -> None:
@@ -506,7 +517,7 @@ class Signals:
         """Count a generation that no kernel ran for, in the order of the launches."""
         self.generation += 1
         page = self._page
-        self._target.write_in_order(page.counters, 0, page.counters_nbytes // 4)
+        self._target.clear_in_order(page.counters, page.counters_nbytes)
         self._target.write_in_order(page.generation_word, self.generation)
 
     def launched(self, generation: int) -> bool:

@@ -154,6 +154,10 @@ class HostTarget:
         if status:
             raise OSError(status, os.strerror(status))
 
+    def write_in_order(self, address: int, value: int) -> None:
+        """Set a word that kernels see, behind the last launch and before the next."""
+        ctypes.cast(address, _u64)[0] = value
+
     def hold(self, *objects: Any) -> None:
         """Keep what a launch uses for as long as a graph may launch it again."""
 
