@@ -7,6 +7,7 @@ import math
 import operator
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,7 @@ from .memory import round_up
 
 DTYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
 _NAMES = ", ".join(dtype.name for dtype in DTYPES)
-_LINE_ALIGNMENT = 64
+_LINE_ALIGNMENT = 128
 # Copying by registers, so many thread blocks fill a link.
 _MOVERS = 20
 
@@ -27,7 +28,7 @@ class Options:
     Parameters
     ----------
     split : tuple of int, optional
-        (movers, compute): agents per role, each at least 1.
+        (movers, compute): agents per role. Without movers compute agents do their work too.
     tile : tuple of int, optional
         (rows, columns, k) of what an agent computes at a time, each at least 1.
     chunk_bytes : int, optional
@@ -50,9 +51,12 @@ class Options:
                     value = tuple(operator.index(extent) for extent in value)
                 except TypeError:
                     raise TypeError(f"Options({name}={value!r}): use {length} integers") from None
-                if len(value) != length or not all(1 <= extent <= 1024 for extent in value):
+                least = (0, 1) if name == "split" else (1,) * length
+                if len(value) != length or not all(
+                    low <= extent <= 1024 for low, extent in zip(least, value, strict=True)
+                ):
                     raise ValueError(
-                        f"Options({name}={value}): use {length} numbers from 1 to 1024"
+                        f"Options({name}={value}): use {length} numbers from {least} to 1024"
                     )
                 object.__setattr__(self, name, value)
         if self.chunk_bytes is not None:
@@ -123,6 +127,9 @@ class PortableTile:
     tile: tuple[int, int, int]
     stages: int = 3
 
+    engine: ClassVar[str] = "portable"
+    cluster: ClassVar[int] = 1
+
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return the shared memory of a thread block: the panels, or in their place the result."""
         rows, columns, k = self.tile
@@ -173,6 +180,123 @@ def portable_tile(
 
 
 @dataclass(frozen=True)
+class HopperTile:
+    """What engine/hopper.cuh is compiled with.
+
+    Attributes
+    ----------
+    tile : tuple of int
+        (rows, columns, k): what a cluster computes at a time, and what a gate lets in.
+    cluster : int
+        Blocks that share a tile.
+    stages : int
+        Panels of 64 of k in flight.
+    strips : int
+        Pieces of the result that each half of a block's rows keeps while they are stored.
+    courier_bytes : int
+        Shared memory for what a block brings from peers meanwhile.
+    """
+
+    tile: tuple[int, int, int]
+    cluster: int
+    stages: int
+    strips: int
+    courier_bytes: int
+
+    engine: ClassVar[str] = "hopper"
+
+    def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
+        """Return the shared memory of a thread block."""
+        return _hopper_bytes(self.tile, self.cluster, self.stages, self.strips) + self.courier_bytes
+
+    def defines(self, dtype: np.dtype) -> dict[str, int]:
+        """Return the macros that say so."""
+        rows, columns, _ = self.tile
+        return {
+            "MK_ENGINE_HOPPER": 1,
+            "MK_THREADS": 384,
+            "MK_TILE_ROWS": rows,
+            "MK_TILE_COLUMNS": columns,
+            "MK_CLUSTER": self.cluster,
+            "MK_STAGES": self.stages,
+            "MK_STRIPS": self.strips,
+        }
+
+    def boxes(
+        self, dtype: np.dtype, a_by_columns: bool, b_by_columns: bool
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return what tensor copies bring of A and of B at a time: (of a line, lines)."""
+        rows, columns, _ = self.tile
+        run = 128 // dtype.itemsize
+        a_lines = run if a_by_columns else rows // self.cluster
+        b_lines = columns // self.cluster if b_by_columns else run
+        return (run, a_lines), (run, b_lines)
+
+
+_HOPPER_GATE = 512
+# Rows and columns of a tile, blocks that share it, and how fast it is, as a part of the fastest.
+_HOPPER_TILES = (
+    (128, 256, 1, 1.0),
+    (256, 256, 2, 1.01),
+    (128, 192, 1, 0.96),
+    (128, 128, 1, 0.9),
+    (128, 64, 1, 0.6),
+)
+_HOPPER_TILE_K = 700  # of k, what the start and the end of a tile take as long as
+
+
+def _hopper_bytes(tile: tuple[int, ...], cluster: int, stages: int, strips: int) -> int:
+    rows, columns = tile[0] // cluster, tile[1]
+    return stages * (rows + columns) * 128 + 2 * strips * 8192 + 1024
+
+
+def _hopper_tile(
+    rows: int, columns: int, k: int, cluster: int, ranks: int, shared_bytes: int
+) -> HopperTile:
+    courier = 16 * 1024 + 512 if ranks > 1 else 0
+    strips = 1 if courier and (rows // cluster + columns) > 320 else 2
+    room = shared_bytes - courier - _hopper_bytes((rows, columns), cluster, 0, strips)
+    stages = min(8, room // ((rows // cluster + columns) * 128))
+    return HopperTile((rows, columns, k), cluster, stages, strips, courier)
+
+
+def hopper_tile(
+    row_counts: tuple[int, ...], n: int, options: Options, gpu: Gpu, k: int
+) -> HopperTile | None:
+    """Choose the tile of engine/hopper.cuh; None if the options ask for one that it cannot take."""
+    ranks = len(row_counts)
+    if options.tile is not None:
+        rows, columns, gate = options.tile
+        found = [t for t in _HOPPER_TILES if (rows, columns) == t[:2] and gate % 64 == 0]
+        return _hopper_tile(*options.tile, found[0][2], ranks, gpu.shared_bytes) if found else None
+
+    def cost(candidate: tuple[int, int, int, float]) -> float:
+        rows, columns, cluster, rate = candidate
+        tiles = sum(math.ceil(count / rows) for count in row_counts) * math.ceil(n / columns)
+        waves = math.ceil(tiles / (gpu.processors // cluster))
+        return waves * rows / cluster * columns * (k + _HOPPER_TILE_K) / rate
+
+    rows, columns, cluster, _ = min(_HOPPER_TILES, key=cost)
+    return _hopper_tile(rows, columns, _HOPPER_GATE, cluster, ranks, gpu.shared_bytes)
+
+
+def gpu_tile(
+    row_counts: tuple[int, ...],
+    n: int,
+    k: int,
+    dtype: np.dtype,
+    out_dtype: np.dtype,
+    options: Options,
+    gpu: Gpu,
+) -> PortableTile | HopperTile:
+    """Choose the engine of a GPU and its tile."""
+    tile = None
+    if gpu.arch == "sm_90a" and dtype.itemsize == 2:
+        tile = hopper_tile(row_counts, n, options, gpu, k)
+    return tile or portable_tile(dtype, out_dtype, options, gpu.shared_bytes)
+
+
+@dataclass(frozen=True)
 class AllGatherGemmPlan:
     """The plan of `allgather_gemm` on one rank.
 
@@ -188,7 +312,9 @@ class AllGatherGemmPlan:
         A travels in F order: all ranks hold it so.
     target, engine : str
     tile : tuple of int
-        (rows, columns, k) of what an agent computes at a time.
+        (rows, columns, k) of what is computed at a time.
+    cluster : int
+        Agents that share a tile.
     chunk : tuple of int
         (rows, k) of what a mover brings at a time.
     split : tuple of int
@@ -207,6 +333,7 @@ class AllGatherGemmPlan:
     target: str
     engine: str
     tile: tuple[int, int, int]
+    cluster: int
     chunk: tuple[int, int]
     split: tuple[int, int]
     shared_bytes: int
@@ -228,8 +355,7 @@ class AllGatherGemmPlan:
 
     def pitch(self, rank: int) -> int:
         """Return the bytes between lines of a rank's rows in the arena."""
-        run = self.row_counts[rank] if self.by_columns else self.k
-        return round_up(run * self.dtype.itemsize, _LINE_ALIGNMENT)
+        return line_pitch(self.row_counts[rank] if self.by_columns else self.k, self.dtype)
 
     def arena_offsets(self) -> tuple[int, ...]:
         """Where the rows of every rank lie in the arena, in bytes, and the end of the last.
@@ -248,6 +374,8 @@ class AllGatherGemmPlan:
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
         movers, compute = self.split
+        who = f"{movers} movers" if movers else "a part of each compute agent"
+        clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
         kib = self.chunk[0] * self.chunk[1] * self.dtype.itemsize / 1024
         return "\n".join(
             (
@@ -255,12 +383,17 @@ class AllGatherGemmPlan:
                 f"{self.dtype.name} -> {self.out_dtype.name}, rank {self.rank} of "
                 f"{len(self.row_counts)}, rows {list(self.row_counts)}",
                 f"target {self.target}, engine {self.engine}: tile {self.tile}, "
-                f"{compute} compute agents",
+                f"{compute} compute agents{clusters}",
                 f"A travels in {'F' if self.by_columns else 'C'} order, "
                 f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} "
-                f"({kib:g} KiB), {movers} movers",
+                f"({kib:g} KiB) by {who}",
             )
         )
+
+
+def line_pitch(run: int, dtype: np.dtype) -> int:
+    """Return the bytes from line to line that every engine reads well."""
+    return round_up(run * dtype.itemsize, _LINE_ALIGNMENT)
 
 
 def arena_offsets(
@@ -270,7 +403,7 @@ def arena_offsets(
     offsets = [0]
     for rows in row_counts:
         lines, run = (k, rows) if by_columns else (rows, k)
-        size = lines * round_up(run * dtype.itemsize, _LINE_ALIGNMENT)
+        size = lines * line_pitch(run, dtype)
         offsets.append(offsets[-1] + round_up(size, _LINE_ALIGNMENT))
     return tuple(offsets)
 
@@ -279,8 +412,8 @@ def chunk_shape(
     row_counts: tuple[int, ...], k: int, dtype: np.dtype, chunk_bytes: int | None
 ) -> tuple[int, int]:
     """Return (rows, k) of a chunk; the same on all ranks, so only from what they agree on."""
-    elements = max(1, (chunk_bytes or 1 << 18) // dtype.itemsize)
-    rows = min(64, max(1, *row_counts), elements)
+    elements = max(1, (chunk_bytes or 1 << 16) // dtype.itemsize)
+    rows = min(32, max(1, *row_counts), elements)
     return rows, max(1, min(k, elements // rows))
 
 
@@ -312,11 +445,15 @@ def plan_allgather_gemm(
         )
         shared_bytes = _host_shared_bytes(tile, dtype, out_dtype)
     else:
-        portable = portable_tile(dtype, out_dtype, options, gpu.shared_bytes)
-        tile, shared_bytes = portable.tile, portable.shared_bytes(dtype, out_dtype)
+        chosen = gpu_tile(row_counts, n, k, dtype, out_dtype, options, gpu)
+        tile, shared_bytes = chosen.tile, chosen.shared_bytes(dtype, out_dtype)
     tiles = sum(math.ceil(rows / tile[0]) for rows in row_counts) * math.ceil(n / tile[1])
     if options.split:
         movers, compute = options.split
+    elif gpu is not None and chosen.engine == "hopper":
+        # A warp of each block moves.
+        clusters = min(capacity // chosen.cluster, max(1, tiles))
+        movers, compute = 0, clusters * chosen.cluster
     elif gpu is None:
         cores = len(os.sched_getaffinity(0))
         movers, compute = 1, max(1, min(2, cores // ranks, tiles))
@@ -325,6 +462,11 @@ def plan_allgather_gemm(
         movers = max(1, min(_MOVERS, capacity // 2, chunks))
         compute = max(1, min(capacity - (movers if ranks > 1 else 0), tiles))
     split = (0 if ranks == 1 else movers, compute)
+    if gpu is not None and compute % chosen.cluster:
+        raise ValueError(
+            f"Options(split={options.split}): blocks compute in clusters of {chosen.cluster}; use "
+            "a multiple of that"
+        )
     if gpu is not None and sum(split) > capacity:
         raise ValueError(
             f"Options(split={options.split}): the GPU runs {capacity} agents at a time; use fewer"
@@ -338,8 +480,9 @@ def plan_allgather_gemm(
         out_dtype=out_dtype,
         by_columns=by_columns,
         target="cuda" if gpu else "host",
-        engine="portable" if gpu else "host",
+        engine=chosen.engine if gpu else "host",
         tile=tile,
+        cluster=chosen.cluster if gpu else 1,
         chunk=chunk,
         split=split,
         shared_bytes=shared_bytes,

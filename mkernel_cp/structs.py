@@ -14,7 +14,7 @@ from . import compiler
 _SECTION = re.compile(
     r"// --- structs shared with Python -+\n(.*)// --- end of the shared", re.DOTALL
 )
-_STRUCT = re.compile(r"struct (\w+) \{(.*?)\};", re.DOTALL)
+_STRUCT = re.compile(r"struct (?:alignas\(\d+\) )?(\w+) \{(.*?)\};", re.DOTALL)
 _MEMBER = re.compile(r"(\w+)(\**) (\w+)(?:\[(\d+)\])?;")
 _SCALARS = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64}
 

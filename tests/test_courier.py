@@ -29,7 +29,7 @@ SOURCE = """
         const Agent& agent = launch.agent();
 
         if (launch.is(Role::mover)) {
-            Courier courier(launch, agent.scratch());
+            Courier<> courier(launch, agent.scratch());
             if (launch.member() == 0) launch.announce(p.message);
             for (u64 peer : RingOrder(launch.rank(), launch.size())) {
                 if (!launch.await_call(peer, p.message.digest)) break;

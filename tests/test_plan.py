@@ -212,7 +212,7 @@ def test_plans_are_values():
     [
         {"split": (1,)},
         {"split": (1, 2, 3)},
-        {"split": (0, 1)},
+        {"split": (1, 0)},
         {"split": (1, -1)},
         {"split": (1, 1025)},
         {"tile": ()},

@@ -12,6 +12,7 @@ from mkernel_cp import compiler, plan
 from mkernel_cp.targets import cuda, host
 
 H100 = plan.Gpu("sm_90a", 132, 232448)
+PORTABLE = plan.Gpu("sm_90", 132, 232448)
 SMALL = plan.Gpu("sm_86", 84, 101376)
 PAIRS = [
     (dtype, out) for dtype in plan.DTYPES for out in (dtype, np.dtype(np.float32))
@@ -96,11 +97,35 @@ def test_tiles_are_those_of_the_header(tmp_path, gpu):
         assert code is not None, log
 
 
-def make(options=None, *, ranks=4, rows=4096, n=1024, capacity=132):
+def make(options=None, *, ranks=4, rows=4096, n=1024, capacity=132, gpu=PORTABLE):
     dtype = plan.DTYPES[0]
     return plan.plan_allgather_gemm(
-        0, (rows,) * ranks, n, 4096, dtype, dtype, False, options or mk.Options(), H100, capacity
+        0, (rows,) * ranks, n, 4096, dtype, dtype, False, options or mk.Options(), gpu, capacity
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("tile", [tile[:2] for tile in plan._HOPPER_TILES], ids=str)
+def test_tiles_of_the_hopper_engine_fit(tile, ranks):
+    made = make(mk.Options(tile=(*tile, 128)), gpu=H100, ranks=ranks, rows=1 << 14)
+    assert made.engine == "hopper"
+    assert made.tile == (*tile, 128)
+    assert made.split == (0, 132)
+    assert made.shared_bytes <= H100.shared_bytes
+    chosen = plan.hopper_tile((4096,) * ranks, 1024, mk.Options(tile=(*tile, 128)), H100, 4096)
+    assert chosen.stages >= 4
+    assert (chosen.courier_bytes > 0) == (ranks > 1)
+
+
+def test_the_hopper_engine_is_for_16_bits_and_its_own_tiles():
+    assert make(gpu=H100).engine == "hopper"
+    assert make(mk.Options(tile=(64, 128, 64)), gpu=H100).engine == "portable"
+    assert make(rows=0, gpu=H100).split == (0, 1)
+    float32 = np.dtype(np.float32)
+    tile = plan.gpu_tile((64,), 64, 64, float32, float32, mk.Options(), H100)
+    assert tile.engine == "portable"
+    with pytest.raises(ValueError, match="clusters of 2"):
+        make(mk.Options(tile=(256, 256, 64), split=(0, 5)), gpu=H100)
 
 
 def test_plans_of_a_gpu_use_it_and_no_more():

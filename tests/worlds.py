@@ -102,9 +102,10 @@ def replayer(comm, calls):
 def different_options(comm, dtype):
     """Options that lead to different plans."""
     if comm.target == "host":
-        return [None, Options((2, 3), (16, 40, 24), 1000), Options(tile=(1, 1024, 7))]
-    tile = (64, 128, 128 // np.dtype(dtype).itemsize)
-    return [None, Options((2, 3), None, 1000), Options(tile=tile)]
+        return [None, Options((2, 3), (16, 40, 24), 1000), Options((0, 2), (1, 1024, 7))]
+    itemsize = np.dtype(dtype).itemsize
+    tile = (128, 128, 256) if itemsize == 2 else (64, 128, 128 // itemsize)
+    return [None, Options((2, 2), None, 1000), Options(tile=tile)]
 
 
 def poison(comm):

@@ -94,7 +94,7 @@ def allgather_gemm(
                 out, spec.out_shape, spec.out_dtype, (("a", own), ("b", other)), comm.machine
             )
             try:
-                step = comm.plans[spec] = AllGatherGemm._from_spec(spec, comm, a)
+                step = comm.plans[spec] = AllGatherGemm._from_spec(spec, comm, own, other)
             except errors.Error:
                 if out is not None and comm.closed:
                     comm.machine.fill(result.array, np.nan)
@@ -136,22 +136,36 @@ class AllGatherGemm:
             spec = _Spec(own, other, comm, row_counts, dtype, options)
             inputs = ("a", own), ("b", other)
             operands.output(out, spec.out_shape, spec.out_dtype, inputs, comm.machine)
-            self._set_up(spec, comm, a)
+            self._set_up(spec, comm, own, other)
 
     @classmethod
-    def _from_spec(cls, spec: "_Spec", comm: Communicator, a: np.ndarray) -> "AllGatherGemm":
+    def _from_spec(
+        cls, spec: "_Spec", comm: Communicator, a: np.ndarray, b: np.ndarray
+    ) -> "AllGatherGemm":
         self = cls.__new__(cls)
-        self._set_up(spec, comm, a)
+        self._set_up(spec, comm, a, b)
         return self
 
-    def _set_up(self, spec: "_Spec", comm: Communicator, a: np.ndarray) -> None:
+    def _set_up(self, spec: "_Spec", comm: Communicator, a: np.ndarray, b: np.ndarray) -> None:
         self._spec, self._comm = spec, comm
         self._what = spec.agreed_text()
-        kernels = []
+        self._tile: Any = None  # of a GPU's engine
+        if comm.machine.gpu is not None:
+            self._tile = plans.gpu_tile(
+                spec.row_counts,
+                spec.n,
+                spec.k,
+                spec.dtype,
+                spec.out_dtype,
+                spec.options,
+                comm.machine.gpu,
+            )
+        self._b_by_columns = operands.prefers_columns(b) is True
 
         def compile_and_prefer() -> bool | None:
-            kernels.append(_kernel(spec, comm))
-            return operands.prefers_columns(operands.Operand("a", a, comm.machine).shadow)
+            preference = operands.prefers_columns(a)
+            self._load(preference is True)  # most probably what the others prefer too
+            return preference
 
         chunk = plans.chunk_shape(spec.row_counts, spec.k, spec.dtype, spec.options.chunk_bytes)
 
@@ -164,11 +178,10 @@ class AllGatherGemm:
             return signals, max(sizes)
 
         preferences = set(comm.agreement(self._what, need, compile_and_prefer)) - {None}
-        self._kernel = kernels[0] if kernels else _kernel(spec, comm)
-        gpu, capacity = comm.machine.gpu, 0
-        if gpu is not None:
-            tile = _portable_tile(spec, gpu)
-            capacity = self._kernel.capacity(tile.shared_bytes(spec.dtype, spec.out_dtype))
+        self._kernel, capacity = self._load(preferences == {True}), 0
+        if self._tile is not None:
+            shared_bytes = self._tile.shared_bytes(spec.dtype, spec.out_dtype)
+            capacity = self._kernel.capacity(shared_bytes)
         self.plan = plans.plan_allgather_gemm(
             comm.rank,
             spec.row_counts,
@@ -178,10 +191,28 @@ class AllGatherGemm:
             spec.out_dtype,
             preferences == {True},
             spec.options,
-            gpu,
+            comm.machine.gpu,
             capacity,
         )
         self._bind(comm.arena)
+
+    def _load(self, a_by_columns: bool) -> Any:
+        """Return the kernel for operands in these orders, compiled and loaded."""
+        spec, defines = self._spec, plans.type_defines(self._spec.dtype, self._spec.out_dtype)
+        words: dict[str, Any] = dict(defines)
+        if self._tile is not None:
+            words |= self._tile.defines(spec.dtype)
+        if self._mapped:
+            words |= {"MK_A_BY_COLUMNS": a_by_columns, "MK_B_BY_COLUMNS": self._b_by_columns}
+        source = str(compiler.kernel_source("allgather_gemm"))
+        return self._comm.load(
+            Kernel(source, "allgather_gemm", tuple(compiler.macros(words).items()))
+        )
+
+    @property
+    def _mapped(self) -> bool:
+        """Whether the engine reads operands, and stores the result, through tensor maps."""
+        return self._tile is not None and self._tile.engine == "hopper"
 
     def _bind(self, arena: Arena) -> None:
         """Fill in the structs with the addresses that this arena gives."""
@@ -195,9 +226,10 @@ class AllGatherGemm:
         first_chunk = np.cumsum([0, *(plan.chunks(rank) for rank in ranks)])
         arrays = {
             "row_start": np.array(plan.row_start, np.int64),
-            "data": np.array([base.address + at for at in offsets[:-1]], np.uint64),
-            "pitch": np.array([plan.pitch(rank) for rank in ranks], np.int64),
             "first_chunk": first_chunk[:-1].astype(np.int64),
+            "rows": (structures.Matrix * comm.size)(
+                *(self._landing(base.address + offsets[rank], rank) for rank in ranks)
+            ),
         }
         constant = comm.machine.constant
         self._arrays = {name: constant(array) for name, array in arrays.items()}
@@ -280,7 +312,7 @@ class AllGatherGemm:
     def _request(
         self, a: operands.Operand, b: operands.Operand, out: operands.Operand
     ) -> tuple[Any, Any]:
-        comm = self._comm
+        comm, spec = self._comm, self._spec
         if self._arena is not comm.arena:
             comm.machine.refuse_capture(self._what)
             self._bind(comm.arena)
@@ -289,13 +321,19 @@ class AllGatherGemm:
         params.message.operand.segment = place.segment
         params.message.operand.offset = place.offset
         params.message.operand_pitch = pitch
-        if operands.strides(b.shadow) is None:
-            dense = comm.machine.empty(b.shadow.shape, b.shadow.dtype)
-            comm.machine.copy(dense, b.array)
-            b = operands.Operand("b", dense, comm.machine)
+        if not self._readable(b.shadow, self._b_by_columns):
+            aligned = self._aligned(b.shadow.shape, self._b_by_columns)
+            comm.machine.copy(aligned, b.array)
+            b = operands.Operand("b", aligned, comm.machine)
         _set_matrix(params.a, a_rows.shadow)
         _set_matrix(params.b, b.shadow)
         _set_matrix(params.c, out.shadow)
+        if self._mapped:
+            tile, plan = self._tile, self.plan
+            own, other = tile.boxes(spec.dtype, plan.by_columns, self._b_by_columns)
+            self._map(params.a, a_rows.shadow, plan.by_columns, own)
+            self._map(params.b, b.shadow, self._b_by_columns, other)
+            self._map(params.c, out.shadow, False, (128 // out.shadow.itemsize, 64))
         request = comm.prepare(self._kernel, params, sum(self.plan.split), self.plan.shared_bytes)
         return request, (a_rows, b, out)
 
@@ -303,8 +341,11 @@ class AllGatherGemm:
         """Return where peers find this rank's rows, their pitch, and the rows."""
         comm, plan, rows = self._comm, self.plan, a.shadow
         pitch = operands.line_pitch(rows, plan.by_columns)
-        if pitch is not None and rows.flags.aligned and comm.in_segment(rows):
-            return comm.segments.locate(*extent(rows)), pitch, a
+        if self._readable(rows, plan.by_columns):
+            if comm.size == 1:
+                return self._stage, 0, a
+            if pitch is not None and comm.in_segment(rows):
+                return comm.segments.locate(*extent(rows)), pitch, a
         pitch = plan.pitch(comm.rank)
         lines, run = rows.shape[::-1] if plan.by_columns else rows.shape
         segment, start = comm.segments[self._stage.segment], self._stage.offset
@@ -313,6 +354,43 @@ class AllGatherGemm:
         staged = staged.T if plan.by_columns else staged
         comm.machine.copy(staged, a.array)
         return self._stage, pitch, operands.Operand("a", staged, comm.machine)
+
+    def _readable(self, array: np.ndarray, by_columns: bool) -> bool:
+        """Return whether the engine takes an operand as it lies."""
+        if self._mapped:
+            return operands.aligned_lines(array, by_columns) is not None
+        return operands.strides(array) is not None
+
+    def _aligned(self, shape: tuple[int, int], by_columns: bool) -> Any:
+        """Return a new array that every engine reads well."""
+        machine, dtype = self._comm.machine, self._spec.dtype
+        lines, run = shape[::-1] if by_columns else shape
+        pitch = plans.line_pitch(run, dtype) // dtype.itemsize
+        array = machine.empty((lines, pitch), dtype)[:, :run]
+        return array.T if by_columns else array
+
+    def _landing(self, address: int, rank: int) -> Any:
+        """Return the ``Matrix`` in which a rank's rows land."""
+        plan, spec = self.plan, self._spec
+        stride = plan.pitch(rank) // spec.dtype.itemsize
+        by_columns, rows = plan.by_columns, plan.row_counts[rank]
+        to = structs.shared().Matrix(data=address)
+        to.row_stride, to.column_stride = (1, stride) if by_columns else (stride, 1)
+        if self._mapped and rows and plan.k:
+            extents = (rows, plan.k) if by_columns else (plan.k, rows)
+            box, _ = self._tile.boxes(spec.dtype, by_columns, False)
+            machine = self._comm.machine
+            words = machine.tensor_map(address, spec.dtype, extents, plan.pitch(rank), box)
+            to.map.opaque[:], to.mapped = words, 1
+        return to
+
+    def _map(self, to: Any, array: np.ndarray, by_columns: bool, box: tuple[int, int]) -> None:
+        """Give a ``Matrix`` a tensor map, if its lines can have one."""
+        lines = operands.aligned_lines(array, by_columns)
+        to.mapped = int(lines is not None and array.size > 0)
+        if to.mapped:
+            words = self._comm.machine.tensor_map(array.ctypes.data, array.dtype, *lines, box)
+            to.map.opaque[:] = words
 
     def close(self) -> None:
         """Forget the plan. Local; nothing waits for it."""
@@ -378,19 +456,6 @@ class _Spec:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Spec) and self._key == other._key
-
-
-def _kernel(spec: _Spec, comm: Communicator) -> Any:
-    machine = comm.machine
-    defines: dict[str, Any] = plans.type_defines(spec.dtype, spec.out_dtype)
-    if machine.gpu is not None:
-        defines |= _portable_tile(spec, machine.gpu).defines(spec.dtype)
-    words = tuple((name, str(value)) for name, value in defines.items())
-    return comm.load(Kernel(str(compiler.kernel_source("allgather_gemm")), "allgather_gemm", words))
-
-
-def _portable_tile(spec: _Spec, gpu: plans.Gpu) -> plans.PortableTile:
-    return plans.portable_tile(spec.dtype, spec.out_dtype, spec.options, gpu.shared_bytes)
 
 
 def _set_matrix(to: Any, array: np.ndarray) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..communicator import Communicator
+from ..memory import round_up
 from ..plan import check_dtype
 
 
@@ -130,6 +131,23 @@ def line_pitch(a: np.ndarray, by_columns: bool) -> int | None:
     if (run > 1 and step != a.itemsize) or (lines > 1 and line < run * a.itemsize):
         return None
     return line if lines > 1 else run * a.itemsize
+
+
+def aligned_lines(a: np.ndarray, by_columns: bool) -> tuple[tuple[int, int], int] | None:
+    """Return the lines of a matrix as tensor copies see them; None if they cannot read them.
+
+    Returns
+    -------
+    ((run, lines), pitch) or None
+        Elements of a line, how many lines, and the bytes from one to the next.
+    """
+    pitch = line_pitch(a, by_columns)
+    run, lines = a.shape if by_columns else a.shape[::-1]
+    if pitch is not None and lines <= 1:
+        pitch = round_up(run * a.itemsize, 16)
+    if pitch is None or pitch % 16 or (a.size and a.ctypes.data % 16):
+        return None
+    return (run, lines), pitch
 
 
 def prefers_columns(a: np.ndarray) -> bool | None:

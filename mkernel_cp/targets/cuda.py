@@ -25,6 +25,7 @@ from .host import address_of
 # The driver carves small allocations out of blocks of 2 MiB, and shares whole blocks.
 _GRAIN = 1 << 21
 _OLDEST = (8, 0)
+_MOST_MAPS = 1024  # that are kept
 _TELL_SECONDS = 30.0  # after which a wait says whom it is for
 _UNCHANGED = contextlib.nullcontext()
 _CLOSED_AND_UNMAPPED = 2
@@ -98,6 +99,7 @@ class CudaTarget:
         self.shared = len({survey.uuid for survey in surveys}) < len(surveys)
         self.capturing = self.captured = False  # now; ever
         self._held: list[Any] = []
+        self._maps: dict[Any, tuple[int, ...]] = {}
         self._opened: list[Segment] = []
         self._registered: list[int] = []
         self._pages: Sequence[HostPage] = ()
@@ -307,6 +309,49 @@ class CudaTarget:
                 f"{source.source} has no kernel {source.name} for {self.device} when compiled for "
                 f"{arch} ({error}): define it with MK_KERNEL({source.name}, ...)"
             ) from None
+
+    def tensor_map(
+        self,
+        address: int,
+        dtype: np.dtype,
+        extents: tuple[int, int],
+        pitch: int,
+        box: tuple[int, int],
+    ) -> tuple[int, ...]:
+        """Return the words of a tensor map of lines, whose boxes are swizzled by 128 bytes.
+
+        Parameters
+        ----------
+        address : int
+        dtype : numpy.dtype
+        extents, box : (int, int)
+            Elements of a line, and lines.
+        pitch : int
+            Bytes from one line to the next.
+        """
+        key = address, dtype, extents, pitch, box
+        if key not in self._maps:
+            if len(self._maps) == _MOST_MAPS:
+                self._maps.clear()
+            driver, kinds = self._driver, self._driver.CUtensorMapDataType
+            (encoded,) = _check(
+                driver,
+                driver.cuTensorMapEncodeTiled(
+                    getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.name.upper()}"),
+                    2,
+                    address,
+                    [driver.cuuint64_t(extent) for extent in extents],
+                    [driver.cuuint64_t(pitch)],
+                    [driver.cuuint32_t(extent) for extent in box],
+                    [driver.cuuint32_t(1)] * 2,
+                    driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                    driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                    driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                    driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+                ),
+            )
+            self._maps[key] = tuple(map(int, encoded.opaque))
+        return self._maps[key]
 
     def key(self, *arrays: Any) -> Any:
         """Return what stands for operands in a repeated call; None to look at them each time."""

@@ -12,10 +12,11 @@ namespace mk {
 // A ring of pieces that the multiprocessor's copy engine brings through shared memory. One thread drives it.
 class Belt {
 public:
-    static constexpr u32 piece_bytes = 16384, most_slots = 8;
-
-    MK_DEVICE Belt(Scratch scratch, bool drives) : slots_(count(scratch)), data_(scratch.data) {
-        controls_ = reinterpret_cast<Slot*>(data_ + slots_ * piece_bytes);
+    MK_DEVICE Belt(Scratch scratch, bool drives) : piece_bytes_(most_bytes), data_(scratch.data) {
+        auto fit = [&] { return u32(scratch.bytes / (piece_bytes_ + sizeof(Slot))); };
+        while (fit() <= least_slots && piece_bytes_ > least_bytes) piece_bytes_ /= 2;
+        slots_ = fit() < most_slots ? fit() : most_slots;
+        controls_ = reinterpret_cast<Slot*>(data_ + slots_ * piece_bytes_);
         if (!drives) return;
         for (u32 i = 0; i < slots_; ++i) ptx::barrier_init(&controls_[i].loaded, 1);
         ptx::fence_barrier_init();
@@ -30,7 +31,7 @@ public:
     template <class Landed>
     MK_DEVICE void put(Lines to, Lines from, i64 lines, i64 bytes, u64* signal, Landed landed) {
         if (to.pitch == bytes && from.pitch == bytes) bytes *= lines, lines = 1;
-        const i64 length = bytes < piece_bytes ? bytes : piece_bytes, together = length > 0 ? piece_bytes / length : 1;
+        const i64 length = bytes < piece_bytes_ ? bytes : piece_bytes_, together = length > 0 ? piece_bytes_ / length : 1;
         for (i64 line = 0; line < lines; line += together)
             for (i64 at = 0; at < bytes; at += length) {
                 const u32 count = u32(lines - line < together ? lines - line : together);
@@ -49,6 +50,7 @@ public:
 
 private:
     static constexpr u32 least_slots = 3;  // one is loaded, one is stored, one is read by its store
+    static constexpr u32 most_slots = 8, least_bytes = 1024, most_bytes = 16384;  // of a piece
 
     struct Slot {
         u64 loaded;  // an mbarrier
@@ -63,18 +65,13 @@ private:
         }
     };
 
-    static MK_DEVICE u32 count(Scratch scratch) {
-        const u32 fit = u32(scratch.bytes / (piece_bytes + sizeof(Slot)));
-        return fit < most_slots ? fit : most_slots;
-    }
-
     MK_DEVICE void load(Lines to, Lines from, u32 lines, u32 bytes, u64* signal) {
         ptx::wait_stores_read<1>();  // the store before the last one was of this slot
         Slot& slot = controls_[in_.slot];
         slot.to = to, slot.lines = lines, slot.bytes = bytes, slot.signal = signal;
         ptx::arrive_expect(&slot.loaded, lines * bytes);
         for (u32 i = 0; i < lines; ++i)
-            ptx::load_bulk(data_ + in_.slot * piece_bytes + i * bytes, from.data + i * from.pitch, bytes, &slot.loaded);
+            ptx::load_bulk(data_ + in_.slot * piece_bytes_ + i * bytes, from.data + i * from.pitch, bytes, &slot.loaded);
         in_.advance(slots_);
         ++under_way_;
     }
@@ -85,7 +82,7 @@ private:
         const Slot& slot = controls_[out_.slot];
         ptx::wait(&controls_[out_.slot].loaded, out_.parity);
         for (u32 i = 0; i < slot.lines; ++i)
-            ptx::store_bulk(slot.to.data + i * slot.to.pitch, data_ + out_.slot * piece_bytes + i * slot.bytes,
+            ptx::store_bulk(slot.to.data + i * slot.to.pitch, data_ + out_.slot * piece_bytes_ + i * slot.bytes,
                             slot.bytes);
         ptx::commit_stores();
         if (slot.signal) {
@@ -96,7 +93,7 @@ private:
         --under_way_;
     }
 
-    u32 slots_;
+    u32 piece_bytes_, slots_;
     u8* data_;
     Slot* controls_;
     Cursor in_, out_;
@@ -104,7 +101,9 @@ private:
 };
 #endif
 
-// All lanes of the launch's agent call its members.
+// All lanes of the launch's agent call its members. `aligned`: all lines start at multiples of 16 bytes, and up to the
+// next one behind their end they may be copied too.
+template <bool aligned = false>
 class Courier {
 public:
     // What is under way lies in the scratch memory; where that is small, or none, copies go one by one.
@@ -120,7 +119,8 @@ public:
     // Starts a copy of `lines` runs of `bytes`; the signal is raised at the latest when finish() returns.
     MK_DEVICE void send(Lines to, Lines from, i64 lines, i64 bytes, u64* signal) {
 #if MK_BULK_COPIES
-        if (lines > 0 && bytes > 0 && belt_.takes(to, from, bytes)) {
+        if (aligned) bytes = (bytes + 15) / 16 * 16;
+        if (aligned || (lines > 0 && bytes > 0 && belt_.takes(to, from, bytes))) {
             if (launch_.agent().lane() == 0)
                 belt_.put(to, from, lines, bytes, signal, [&](u64* of) { raise(of, Completed()); });
             return;

@@ -19,20 +19,19 @@ public:
 
     // The rows of a rank, and where they lie here.
     MK_DEVICE i64 rows_of(u64 source) const { return plan_.row_start[source + 1] - plan_.row_start[source]; }
-    MK_DEVICE Matrix operator[](u64 source) const {
-        i64 stride = plan_.pitch[source] / i64(sizeof(T));
-        i64 rows = plan_.by_columns ? 1 : stride, columns = plan_.by_columns ? stride : 1;
-        return {plan_.data[source], rows, columns, plan_.map ? plan_.map[source] : nullptr};
-    }
+    MK_DEVICE const Matrix& operator[](u64 source) const { return plan_.rows[source]; }
 
     // Has this agent's share of a rank's chunks brought here from `from`; each raises its signal.
-    MK_DEVICE void pull(Courier& courier, u64 source, Lines from) {
+    template <bool aligned>
+    MK_DEVICE void pull(Courier<aligned>& courier, u64 source, Lines from) {
         i64 panels = ceil_div(plan_.k, plan_.chunk_k), chunks = ceil_div(rows_of(source), plan_.chunk_rows) * panels;
+        const Matrix& rows = plan_.rows[source];
+        const i64 stride = plan_.by_columns ? rows.column_stride : rows.row_stride;
+        const Lines to{static_cast<u8*>(rows.data), stride * i64(sizeof(T))};
         for (i64 i = i64(launch_.member()); i < chunks; i += i64(launch_.members())) {
             Chunk chunk{source, block(i / panels, plan_.chunk_rows, rows_of(source)),
                         block(i % panels, plan_.chunk_k, plan_.k), plan_.first_chunk[source] + i};
             Range lines = plan_.by_columns ? chunk.k : chunk.rows, run = plan_.by_columns ? chunk.rows : chunk.k;
-            Lines to{plan_.data[source], plan_.pitch[source]};
             i64 bytes = run.size() * i64(sizeof(T));
             courier.send(part(to, lines, run), part(from, lines, run), lines.size(), bytes,
                          &plan_.arrived[chunk.index]);

@@ -161,9 +161,9 @@ MK_DEVICE void wait(u64* barrier, u32 parity) {
 
 // --- tensor copies
 
-// A map in global memory: by each thread before it uses it.
+// By each thread before it uses a map; of those in global memory, a copy may be outdated.
 MK_DEVICE void acquire_map(const TensorMap* map) {
-    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+    if (__isGlobal(map)) asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 
 // What is known to have been written to global memory may be read by tensor copies.

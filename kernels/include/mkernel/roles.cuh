@@ -14,6 +14,13 @@ public:
 
     MK_DEVICE bool is(Role role) const { return role_of(split_) == role; }
 
+    // The launch as a part of this agent takes part in it, on its own.
+    MK_DEVICE Launch as(const Agent& part) const {
+        Launch launch = *this;
+        launch.agent_ = part;
+        return launch;
+    }
+
     // This agent among those of its role.
     MK_DEVICE u64 member() const { return agent().index() - (is(Role::mover) ? 0 : split_.movers); }
     MK_DEVICE u64 members() const { return is(Role::mover) ? split_.movers : split_.compute; }

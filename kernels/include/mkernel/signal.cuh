@@ -29,10 +29,14 @@ struct Subject {
 
 enum class Poll { pending, done, refused, mismatch };
 
+template <bool>
+class Courier;
+
 // Proof that bytes are where they were to go: only those who copy make one, and raise() takes nothing less.
 class Completed {
     MK_DEVICE Completed() {}
     friend class Pending;
+    template <bool>
     friend class Courier;
 };
 
@@ -40,8 +44,9 @@ class Completed {
 class Context {
 public:
     MK_DEVICE Context(World* world, u64 role)
-        : world_(*world), agent_(Agent::current()), generation_(*world->generation + 1), role_(role),
-          live_(agent_.broadcast(enter())) {}
+        : world_(*world), generation_(*world->generation + 1), role_(role), agent_(Agent::current()) {
+        live_ = agent_.broadcast(enter());
+    }
 
     MK_DEVICE const World& world() const { return world_; }
     MK_DEVICE const Agent& agent() const { return agent_; }
@@ -53,6 +58,9 @@ public:
     // False once a wait of this agent has failed, or any of an earlier launch, behind which this one was queued: it
     // raises nothing any more, and what it still stores is NaN.
     MK_DEVICE bool live() const { return live_; }
+
+    // For an agent, a part of which has failed.
+    MK_DEVICE void drop() { live_ = false; }
 
     // Waits until the signal has reached `progress` in this generation. All lanes of `who` call it and get one verdict.
     MK_DEVICE bool wait(const Agent& who, const u64* signal, u64 progress, Subject subject) {
@@ -201,10 +209,12 @@ private:
     }
 
     const World& world_;
-    Agent agent_;
     u64 generation_;
     u64 role_;
     bool live_;
+
+protected:
+    Agent agent_;
 };
 
 }  // namespace mk

@@ -10,31 +10,35 @@ template <class T>
 class Store {
 public:
     using Type = T;
-    MK_DEVICE Store(Matrix to, const i64* row_start) : to_(to), row_start_(row_start) {}
+    MK_DEVICE Store(const Matrix& to, const i64* row_start, u64 ranks)
+        : to_(&to), row_start_(row_start), rows_(row_start[ranks]) {}
 
     template <class Acc>
     MK_DEVICE T transform(Acc sum) const { return narrow<T>(sum); }
 
-    // For the rows of the tile's rank; null where an engine is to call deliver().
-    MK_DEVICE const TensorMap* map(const Tile& tile) const { return to_.map ? to_.map + tile.source : nullptr; }
+    // Where a box of rows may be stored through a map; its last rows may be others than the tile's, so not everywhere.
+    MK_DEVICE const TensorMap* map(const Tile& tile, i64 box_rows) const {
+        bool whole = tile.rows.size() == box_rows || first_row(tile) + tile.rows.size() == rows_;
+        return to_->mapped && whole ? &to_->map : nullptr;
+    }
+    MK_DEVICE i64 first_row(const Tile& tile) const { return row_start_[tile.source] + tile.rows.begin; }
 
     MK_DEVICE void deliver(const Agent& agent, const Tile& tile, const T* staged, i64 pitch) const {
         const i64 rows = tile.rows.size(), columns = tile.columns.size();
-        T* to = static_cast<T*>(to_.data) + (row_start_[tile.source] + tile.rows.begin) * to_.row_stride +
-                tile.columns.begin * to_.column_stride;
+        T* to = static_cast<T*>(to_->data) + first_row(tile) * to_->row_stride + tile.columns.begin * to_->column_stride;
         const i64 per_word = i64(sizeof(Word) / sizeof(T));
         const u64 shape = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(staged) |
-                          u64(to_.row_stride | columns | pitch) * sizeof(T);
-        if (to_.column_stride == 1 && shape % sizeof(Word) == 0)
+                          u64(to_->row_stride | columns | pitch) * sizeof(T);
+        if (to_->column_stride == 1 && shape % sizeof(Word) == 0)
             spread(agent, rows, columns / per_word, [&](i64 i, i64 j) {
-                *reinterpret_cast<Word*>(to + i * to_.row_stride + j * per_word) =
+                *reinterpret_cast<Word*>(to + i * to_->row_stride + j * per_word) =
                     *reinterpret_cast<const Word*>(staged + i * pitch + j * per_word);
             });
-        else if (to_.row_stride == 1)
-            spread(agent, columns, rows, [&](i64 j, i64 i) { to[i + j * to_.column_stride] = staged[i * pitch + j]; });
+        else if (to_->row_stride == 1)
+            spread(agent, columns, rows, [&](i64 j, i64 i) { to[i + j * to_->column_stride] = staged[i * pitch + j]; });
         else
             spread(agent, rows, columns, [&](i64 i, i64 j) {
-                to[i * to_.row_stride + j * to_.column_stride] = staged[i * pitch + j];
+                to[i * to_->row_stride + j * to_->column_stride] = staged[i * pitch + j];
             });
     }
 
@@ -48,8 +52,9 @@ private:
         for (u32 at = agent.lane(); at < count; at += agent.lanes()) visit(at / length, at % length);
     }
 
-    Matrix to_;
+    const Matrix* to_;
     const i64* row_start_;
+    i64 rows_;
 };
 
 }  // namespace mk

@@ -31,10 +31,11 @@ namespace mk {
 
 extern __shared__ __align__(1024) u8 dynamic_shared[];
 
-// The threads that act as one: a whole block, or (alone()) a single thread of it.
+// The threads that act as one: a whole block, one warp of it (warp()), or a single thread (alone()).
 class Agent {
 public:
     static MK_DEVICE Agent current() { return Agent(threadIdx.x, blockDim.x); }
+    MK_DEVICE Agent warp() const { return Agent(threadIdx.x % 32, 32); }
     MK_DEVICE Agent alone() const { return Agent(0, 1); }
 
     MK_DEVICE u32 index() const { return blockIdx.x; }
@@ -48,12 +49,14 @@ public:
     }
 
     MK_DEVICE void sync() const {
-        if (lanes_ > 1) __syncthreads();
+        if (lanes_ == 32) __syncwarp();
+        else if (lanes_ > 1) __syncthreads();
     }
 
     // Lane 0's verdict, to all lanes; also orders what lane 0 acquired before what they read next.
     MK_DEVICE bool broadcast(bool verdict) const {
-        return lanes_ == 1 ? verdict : __syncthreads_or(lane_ == 0 && verdict);
+        if (lanes_ == 1) return verdict;
+        return lanes_ == 32 ? __shfl_sync(~0u, verdict, 0) : __syncthreads_or(lane_ == 0 && verdict);
     }
 
 private:
@@ -136,31 +139,36 @@ private:
         i64 to_pitch, from_pitch, count, bytes;
     };
 
+    // A place in a block of lines of so many words, for one of the lanes that walk through it together.
+    struct Place {
+        i64 line;
+        u32 word, words, lanes;
+
+        MK_DEVICE Place(const Agent& agent, u32 words)
+            : line(agent.lane() / words), word(agent.lane() % words), words(words), lanes(agent.lanes()) {}
+        MK_DEVICE void advance() {
+            line += lanes / words, word += lanes % words;
+            if (word >= words) word -= words, ++line;
+        }
+    };
+
     // As many loads under way as the link's latency asks for, then their stores.
     template <class Word>
-    static MK_DEVICE void run(const Agent& agent, Lines lines) {
+    static MK_DEVICE void run(const Agent& agent, const Lines& lines) {
         constexpr u32 batch = 8;
-        const i64 words = lines.bytes / i64(sizeof(Word)), rest = lines.bytes % i64(sizeof(Word));
-        if (words > 0) {
-            i64 line = agent.lane() / words, word = agent.lane() % words;
-            const i64 lines_on = agent.lanes() / words, words_on = agent.lanes() % words;
-            while (line < lines.count) {
+        const i64 rest = lines.bytes % i64(sizeof(Word));
+        if (const u32 words = u32(lines.bytes / i64(sizeof(Word)))) {
+            Place from(agent, words), to = from;
+            while (to.line < lines.count) {
                 Word values[batch];
-                Word* places[batch];
                 MK_UNROLL
-                for (u32 i = 0; i < batch; ++i) {
-                    places[i] = nullptr;
-                    if (line < lines.count) {
-                        places[i] = reinterpret_cast<Word*>(lines.to + line * lines.to_pitch) + word;
-                        values[i] = reinterpret_cast<const Word*>(lines.from + line * lines.from_pitch)[word];
-                    }
-                    line += lines_on;
-                    word += words_on;
-                    if (word >= words) word -= words, ++line;
-                }
+                for (u32 i = 0; i < batch; ++i, from.advance())
+                    if (from.line < lines.count)
+                        values[i] = reinterpret_cast<const Word*>(lines.from + from.line * lines.from_pitch)[from.word];
                 MK_UNROLL
-                for (u32 i = 0; i < batch; ++i)
-                    if (places[i]) *places[i] = values[i];
+                for (u32 i = 0; i < batch; ++i, to.advance())
+                    if (to.line < lines.count)
+                        reinterpret_cast<Word*>(lines.to + to.line * lines.to_pitch)[to.word] = values[i];
             }
         }
         if (sizeof(Word) > 1 && rest > 0) {

@@ -28,12 +28,12 @@ template <> MK_DEVICE bfloat16 narrow<bfloat16>(float value) { return {bfloat16_
 
 template <class T> MK_DEVICE T not_a_number() { return narrow<T>(Accumulator<T>(float_of(0x7fc00000))); }
 
-// A tensor map as the driver encodes it: how a box of a matrix in global memory is laid out in shared memory.
-struct alignas(64) TensorMap { u64 opaque[16]; };
-
 // --- structs shared with Python --------------------------------------------------------------------------------------
 // mkernel_cp/structs.py reads them from here. Every member is 8 bytes (u64, i64, a pointer) or another such struct, so no
 // compiler adds padding.
+
+// A tensor map as the driver encodes it: how a box of a matrix in global memory is laid out in shared memory.
+struct alignas(64) TensorMap { u64 opaque[16]; };
 
 // Where an array lies: a segment, which every peer has mapped, and an offset in bytes.
 struct Place {
@@ -108,10 +108,12 @@ struct Split {
 
 // A strided matrix; strides in elements.
 struct Matrix {
+    TensorMap map;  // for engines with tensor copies
+    u64 mapped;     // whether there is one
     void* data;
     i64 row_stride;
     i64 column_stride;
-    TensorMap* map;  // for engines with tensor copies, else null; of C one for the rows of each rank
+    u64 reserved[4];
 };
 
 struct TileShape {
@@ -128,9 +130,7 @@ struct LandingPlan {
     i64 chunk_rows;
     i64 chunk_k;
     i64* row_start;    // [rank], and the total behind the last
-    u8** data;         // [rank]
-    TensorMap** map;   // [rank]; null where the engine has no use for them
-    i64* pitch;        // [rank]: bytes from one line to the next
+    Matrix* rows;      // [rank]: where they land
     i64* first_chunk;  // [rank]: its first one in `arrived`
     u64* arrived;      // a signal per chunk
 };
@@ -145,12 +145,13 @@ struct AllGatherGemmPlan {
 };
 
 struct AllGatherGemmParams {
-    World* world;
-    AllGatherGemmPlan* plan;
-    CallMessage message;
     Matrix a;  // this rank's rows
     Matrix b;
     Matrix c;
+    World* world;
+    AllGatherGemmPlan* plan;
+    CallMessage message;
+    u64 reserved[2];
 };
 
 // --- end of the shared structs ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 //   producer   thread 0: asks the gate, and has tensor copies fill one stage after another with a panel of A and of B
 //   consumers  two warpgroups: multiply the panels, half of the tile's rows each, and put the tile into strips
 //   storers    warps 1 and 2, one for each consumer: store its strips while the next tile is multiplied
+//   warp 3     does what the operator wants done meanwhile
 // Each walks the schedule by itself. In a cluster of two, the blocks have the upper and the lower half of a tile: each
 // loads its own rows of A, and half of B to both.
 #pragma once
@@ -38,6 +39,7 @@
 namespace mk {
 namespace engine {
 
+constexpr bool aligned_rows = true;  // of 16 bytes, as tensor copies want them
 constexpr u32 cluster = MK_CLUSTER;  // blocks that share a tile
 constexpr u32 consumers = 2;
 constexpr u32 line_bytes = 128;      // of shared memory, within which tensor copies swizzle
@@ -94,7 +96,7 @@ public:
     using B = Panel<T, columns, !MK_B_BY_COLUMNS, cluster>;
 
     // The block's dynamic shared memory. Barriers come in pairs: one says that a slot is full, one that it is free.
-    struct Shared {
+    struct alignas(128) Shared {
         u8 a[stages][A::bytes];
         u8 b[stages][B::bytes];
         u8 staged[consumers][strips][strip_rows * line_bytes];
@@ -121,6 +123,8 @@ public:
         shared.sink = sink;
     }
 
+    static MK_DEVICE void fail(Shared& shared) { *const_cast<volatile bool*>(&shared.failed) = true; }
+
     static MK_DEVICE void sync() {
         __syncwarp();
         if (cluster > 1) ptx::cluster_sync();
@@ -139,9 +143,9 @@ public:
         return tile.rows.size() <= consumer * consumer_rows;
     }
 
-    template <class Source, class Right, class Gate>
+    template <class Source, class Gate>
     static MK_DEVICE void produce(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
-                                  const Right& b, const Gate& gate) {
+                                  const Matrix& b, const Gate& gate) {
         const Agent alone = launch.agent().alone();
         const u32 rank = cluster > 1 ? ptx::cluster_rank() : 0;
         const TensorMap* a_map = nullptr;
@@ -149,20 +153,20 @@ public:
         Turn<stages> turn;
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
-            const TensorMap* map = source(tile).map;
-            if (!a_map) ptx::acquire_map(b.map);
+            const TensorMap* map = &source(tile).map;
+            if (!a_map) ptx::acquire_map(&b.map);
             if (map != a_map) ptx::acquire_map(a_map = map);
             for (Range piece : Blocks(depth, gate_k)) {
                 arrived = arrived && (tile.rows.size() <= 0 || gate(alone, tile, piece));
                 if (arrived) ptx::fence_global_to_async();
-                else *const_cast<volatile bool*>(&shared.failed) = true;  // all goes on, as the neighbour needs its B
+                else fail(shared);  // all goes on, as the neighbour needs its B
 #pragma unroll 1
                 for (i64 at = piece.begin; at < piece.end; at += k) {
                     u64* loaded = &shared.loaded[turn.slot];
                     ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
                     ptx::arrive_expect(loaded, A::bytes + B::bytes);
                     A::load(shared.a[turn.slot], 0, a_map, loaded, tile.rows.begin, at);
-                    B::load(shared.b[turn.slot], rank, b.map, loaded, tile.columns.begin, at);
+                    B::load(shared.b[turn.slot], rank, &b.map, loaded, tile.columns.begin, at);
                     turn.advance();
                 }
             }
@@ -266,7 +270,6 @@ public:
     static MK_DEVICE void store(Shared& shared, const Agent& alone, u32 consumer) {
         const Sink& sink = shared.sink;
         const u32 lane = threadIdx.x % 32;
-        const TensorMap* map = nullptr;
         Turn<strips> turn, oldest;
         u32 unread = 0;  // strips that are being stored, lane 0's
 
@@ -279,7 +282,6 @@ public:
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
             if (idle(tile, consumer)) continue;
-            if (sink.map(tile) != map && (map = sink.map(tile))) ptx::acquire_map(map);
 #pragma unroll 1
             for (u32 i = 0; i < blocks * columns / strip_columns; ++i, turn.advance()) {
                 const u32 row = consumer * consumer_rows + i * strip_columns / columns * strip_rows;
@@ -288,16 +290,18 @@ public:
                                 part_of(tile.columns, column, strip_columns)};
                 const u8* staged = shared.staged[consumer][turn.slot];
                 const bool empty = part.rows.size() <= 0 || part.columns.size() <= 0;
+                const TensorMap* map = empty ? nullptr : sink.map(part, strip_rows);
                 ptx::wait(&shared.ready[consumer][turn.slot], turn.parity);
-                if (!empty && map && lane == 0) {
-                    ptx::store_box(map, staged, i32(part.columns.begin), i32(part.rows.begin));
+                if (map && lane == 0) {
+                    ptx::acquire_map(map);
+                    ptx::store_box(map, staged, i32(part.columns.begin), i32(sink.first_row(part)));
                     ptx::commit_stores();
                 }
                 if (!empty && !map) deliver_pieces(alone, part, staged, sink);
                 __syncwarp();
                 if (lane == 0) {
                     ++unread;
-                    free_all_but(!empty && map ? strips - 1 : 0);
+                    free_all_but(map ? strips - 1 : 0);
                 }
             }
         }
@@ -328,30 +332,34 @@ public:
 // The interface is that of host.cuh. What this engine needs beyond it:
 //   schedule   the same for all blocks of a cluster: made of index / engine::cluster and count / engine::cluster
 //   shape.k    what the gate is asked for at a time: a multiple of 64
-//   source, b  have a member `map`, of lines that are 16 bytes aligned: boxes of 64 contiguous elements by 64 lines, or
+//   source, b  are mapped: lines that are 16 bytes aligned: boxes of 64 contiguous elements by 64 lines, or
 //              (if k is contiguous) by all lines of Panel::part; swizzled by 128 bytes, zeros beyond the edges
-//   sink       map(tile), of the rows of the tile's source in C: boxes of 128 bytes by 64 rows, swizzled by 128 bytes;
-//              null where deliver() is to store instead: each lane of a warp calls it by itself, for part of a row
-// The gate is asked for this block's rows only, by thread 0; when it fails, only that thread's launch is not live.
-template <class T, class Schedule, class Source, class Right, class Gate, class Sink>
+//   sink       map(part, 64), by which a part of a tile is stored at row first_row(part): boxes of 128 bytes by 64 rows,
+//              swizzled by 128 bytes; null where deliver() is to: each lane of a warp calls it, for part of a row
+// The gate is asked for this block's rows only, by thread 0.
+template <class T, class Schedule, class Source, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
-                    const Right& b, Gate gate, Sink sink) {
+                    const Matrix& b, Gate gate, Sink sink, Meanwhile meanwhile) {
     using Engine = Hopper<T, Schedule, Sink>;
     static_assert(sizeof(T) == 2, "bfloat16 or float16");
-    auto& shared = *reinterpret_cast<typename Engine::Shared*>(launch.agent().scratch().data);
+    const Scratch scratch = launch.agent().scratch();
+    auto& shared = *reinterpret_cast<typename Engine::Shared*>(scratch.data);
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
 
     if (threadIdx.x == 0) Engine::init(shared, schedule, sink, launch.live());
     Engine::sync();
     if (warpgroup == 0) {
-        ptx::shrink_registers<104>();
+        ptx::shrink_registers<112>();
         if (threadIdx.x == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
         if (warp > 0 && warp <= consumers) Engine::store(shared, launch.agent().alone(), warp - 1);
+        const Scratch rest{scratch.data + sizeof(shared), scratch.bytes - sizeof(shared)};
+        if (warp == 1 + consumers && !meanwhile(launch.as(launch.agent().warp()), rest)) Engine::fail(shared);
     } else {
         ptx::grow_registers<200>();
         Engine::consume(shared, warpgroup - 1, depth);
     }
     Engine::sync();  // no block leaves while its neighbour may still write to it
+    if (shared.failed) launch.drop();
 }
 
 }  // namespace engine

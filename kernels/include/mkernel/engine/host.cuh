@@ -14,11 +14,18 @@ extern "C" void __tsan_read_range(void* address, unsigned long bytes);
 namespace mk {
 namespace engine {
 
+constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // agents that share a tile
+
+// A part of a matrix.
+struct Block {
+    void* data;
+    i64 row_stride, column_stride;
+};
 
 // Under ThreadSanitizer the arithmetic is not instrumented (it would be 100 times slower): its reads are announced here.
 template <class T>
-MK_DEVICE void announce_reads(Matrix m, i64 rows, i64 columns) {
+MK_DEVICE void announce_reads(Block m, i64 rows, i64 columns) {
 #if defined(__SANITIZE_THREAD__)
     bool by_rows = m.column_stride == 1;
     for (i64 line = 0; line < (by_rows ? rows : columns); ++line)
@@ -29,16 +36,15 @@ MK_DEVICE void announce_reads(Matrix m, i64 rows, i64 columns) {
 #endif
 }
 
-// The block of a matrix that starts at (row, column).
+// From (row, column) on.
 template <class T>
-MK_DEVICE Matrix block_of(Matrix m, i64 row, i64 column) {
-    return {static_cast<T*>(m.data) + row * m.row_stride + column * m.column_stride, m.row_stride, m.column_stride,
-            nullptr};
+MK_DEVICE Block block_of(const Matrix& m, i64 row, i64 column) {
+    return {static_cast<T*>(m.data) + row * m.row_stride + column * m.column_stride, m.row_stride, m.column_stride};
 }
 
 // Widens the rows first, first + step, ... of a block into a dense one.
 template <class T>
-MK_NO_THREAD_SANITIZER void widen_block(Accumulator<T>* to, i64 pitch, Matrix from, i64 rows, i64 columns, i64 first,
+MK_NO_THREAD_SANITIZER void widen_block(Accumulator<T>* to, i64 pitch, Block from, i64 rows, i64 columns, i64 first,
                                         i64 step) {
     const T* data = static_cast<const T*>(from.data);
     for (i64 i = first; i < rows; i += step)
@@ -58,13 +64,15 @@ MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64
 }
 
 // Multiplies the tiles of a schedule, `depth` terms each.
-//   source(tile)             Matrix: the rows of A of the tile's rank
+//   source(tile)             Matrix&: the rows of A of the tile's rank
 //   gate(agent, tile, panel) bool: that piece has arrived; false: the launch is to end
 //   sink                     transform(sum) -> Type; deliver(agent, tile, staged, pitch) takes the finished tile
-// After a failed gate every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/plan.py.
-template <class T, class Schedule, class Source, class Gate, class Sink>
-MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source, Matrix b,
-                    Gate gate, Sink sink) {
+//   meanwhile(launch, scratch) bool: what a part of the agent does beside it, or, as here, the agent before; whether all
+//                            went well
+// After a failure every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/plan.py.
+template <class T, class Schedule, class Source, class Gate, class Sink, class Meanwhile>
+MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
+                    const Matrix& b, Gate gate, Sink sink, Meanwhile meanwhile) {
     using Acc = Accumulator<T>;
     using Out = typename Sink::Type;
     const Agent& agent = launch.agent();
@@ -74,6 +82,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
     Acc* b_panel = a_panel + shape.rows * shape.k;
     Out* staged = reinterpret_cast<Out*>(b_panel + shape.k * pitch);
 
+    if (!meanwhile(launch, agent.scratch())) launch.drop();
     for (Tile tile : schedule) {
         const i64 rows = tile.rows.size(), columns = tile.columns.size();
         for (i64 i = first; i < rows; i += step)
@@ -82,8 +91,8 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         for (Range panel : Blocks(depth, shape.k)) {
             arrived = arrived && gate(agent, tile, panel);
             if (!arrived) break;
-            Matrix a_block = block_of<T>(source(tile), tile.rows.begin, panel.begin);
-            Matrix b_block = block_of<T>(b, panel.begin, tile.columns.begin);
+            Block a_block = block_of<T>(source(tile), tile.rows.begin, panel.begin);
+            Block b_block = block_of<T>(b, panel.begin, tile.columns.begin);
             if (agent.lane() == 0) {
                 announce_reads<T>(a_block, rows, panel.size());
                 announce_reads<T>(b_block, panel.size(), columns);

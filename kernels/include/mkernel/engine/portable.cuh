@@ -9,6 +9,7 @@
 namespace mk {
 namespace engine {
 
+constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // blocks that share a tile
 
 // What is compiled in. A plan passes all four macros, or none, and the TileShape that they say: Python sees to that.
@@ -267,9 +268,9 @@ struct Task {
 
 // The interface is that of host.cuh. gate() is called by lane 0 alone, once for each panel and in order, `stages`
 // panels ahead of the arithmetic; the barrier that each panel needs anyway carries the verdict to the others.
-template <class T, class Schedule, class Source, class Gate, class Sink>
-MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 depth, Source source, Matrix b, Gate gate,
-                    Sink sink) {
+template <class T, class Schedule, class Source, class Gate, class Sink, class Meanwhile>
+MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 depth, Source source,
+                    const Matrix& b, Gate gate, Sink sink, Meanwhile meanwhile) {
     using Shape = Tiling<T>;
     using Out = typename Sink::Type;
     constexpr i32 stages = Shape::stages;
@@ -277,11 +278,12 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
     const Agent& agent = launch.agent();
     u8* ring = agent.scratch().data;
     const i32 panels = i32(ceil_div(depth, Shape::k));
+    if (!meanwhile(launch, agent.scratch())) launch.drop();
     bool live = agent.broadcast(launch.live());
 
     for (Tile tile : schedule) {
         if (agent.lane() == 0) {
-            const Matrix a = source(tile);
+            const Matrix& a = source(tile);
             task = {tile, Operand<T>::of(a.data, a.row_stride, a.column_stride, tile.rows),
                     Operand<T>::of(b.data, b.column_stride, b.row_stride, tile.columns)};
         }
