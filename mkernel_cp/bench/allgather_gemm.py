@@ -20,8 +20,8 @@ from .link import link_rate
 from .timing import Call
 
 _SETS = 3  # of operands, used in turn: what the call before has left in a cache is of no use
-_CHECKED_ROWS, _CHECKED_COLUMNS = 64, 256
-_SMALL = 32, 64, 64  # rows of a rank, K, N: the host's cost is the same for all shapes
+_SAMPLE = 64, 256  # rows and columns whose results are compared
+_SMALL = 32, 64, 64  # rows of a rank, K, N
 
 _SQUARES = tuple((m, m, m // 4) for m in (4096, 8192, 16384, 32768))
 _LANGUAGE_MODELS = ((512, 8192, 7168), (2048, 8192, 7168), (8192, 8192, 7168), (16384, 5120, 3456))
@@ -30,30 +30,17 @@ SHAPES = {"cuda": _SQUARES + _LANGUAGE_MODELS + _ODD, "host": ((96, 80, 40), (10
 QUICK_SHAPES = {"cuda": (*_SQUARES[:2], _ODD[0]), "host": SHAPES["host"][:1]}
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is measured.
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """What some elements of a result should be: those where these rows and columns cross."""
 
-    Attributes
-    ----------
-    m : int
-        Rows of A, of all ranks together; they are split as by `numpy.array_split`.
-    k : int
-    n : int
-        Columns of each rank's B.
-    dtype : numpy.dtype
-    """
-
-    m: int
-    k: int
-    n: int
-    dtype: np.dtype
+    rows: Any
+    columns: Any
+    expected: reference.Expected
 
 
 class AllGatherGemmBench:
-    """What all cases of one run share. Collective, like its calls.
-
-    Use `opened` to make one.
+    """What all shapes of one run share. Collective, like its calls; use `opened` to make one.
 
     Attributes
     ----------
@@ -61,20 +48,29 @@ class AllGatherGemmBench:
         Bytes per second that reach a rank, measured now.
     """
 
-    def __init__(self, comm: Communicator, alone: Communicator, clock: Any, gate: timing.Gate):
+    def __init__(
+        self,
+        comm: Communicator,
+        alone: Communicator,
+        clock: Any,
+        gate: timing.Gate,
+        dtype: np.dtype,
+    ):
         self._comm, self._alone, self._clock, self._gate = comm, alone, clock, gate
-        self._machine = comm.machine
+        self._machine, self._dtype = comm.machine, dtype
+        self._bits = np.dtype(f"u{dtype.itemsize}")
         self._numpy = np if comm.target == "host" else importlib.import_module("cupy")
-        self._gemm = baselines.gemm_for(comm)
         self.link_rate = link_rate(comm, clock, gate)
+        # Before the libraries start their threads, which make calls of the host slower.
+        self._host_us = self._host_cost()
+        self._gemm = baselines.gemm_for(comm)
         self._gather = self._attempt(lambda: baselines.gather_for(comm))
         self._rivals = {rival.name: self._meet(rival) for rival in baselines.RIVALS}
-        self._costs: dict[np.dtype, dict[str, float]] = {}
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, comm: Communicator) -> Iterator["AllGatherGemmBench"]:
-        """Give the benchmark of a communicator of processes."""
+    def opened(cls, comm: Communicator, dtype: np.dtype) -> Iterator["AllGatherGemmBench"]:
+        """Give the benchmark of a communicator of processes, for operands of one dtype."""
         baselines.without_multicast()
         clock = timing.clock_for(comm)
         part = comm.mpi.Split(comm.rank)
@@ -83,7 +79,7 @@ class AllGatherGemmBench:
             Communicator(part, target=comm.target, device=clock.device()) as alone,
             contextlib.closing(timing.Gate(comm)) as gate,
         ):
-            self = cls(comm, alone, clock, gate)
+            self = cls(comm, alone, clock, gate, dtype)
             yield self
             for rival in self._rivals.values():
                 if not isinstance(rival, str):
@@ -109,22 +105,31 @@ class AllGatherGemmBench:
         problems = self._comm.agree("whether that worked", lambda: problem)
         return next(filter(None, problems), result)
 
-    # --- a case -----------------------------------------------------------------------------------
+    # --- a shape ----------------------------------------------------------------------------------
 
-    def measure(self, case: Case) -> dict[str, Any]:
-        """Return what a record has of a case that is measured, with operands of its own.
+    def measure(self, m: int, k: int, n: int) -> dict[str, Any]:
+        """Return what a record has of a shape that is measured, with operands of its own.
 
         Words stand for the time of a baseline that does not run here, and of a wrong result.
+
+        Parameters
+        ----------
+        m : int
+            Rows of A, of all ranks together; they are split as by `numpy.array_split`.
+        k : int
+        n : int
+            Columns of each rank's B.
         """
         try:
-            return self._measure(case)
+            return self._measure(m, k, n)
         finally:
-            gc.collect()  # so that the next case finds room
+            gc.collect()  # so that the next shape finds room
 
-    def _measure(self, case: Case) -> dict[str, Any]:
+    def _measure(self, m: int, k: int, n: int) -> dict[str, Any]:
         comm, alone = self._comm, self._alone
-        sets = [self._operands(case, number) for number in range(_SETS)]
+        sets = [self._operands(m, k, n, number) for number in range(_SETS)]
         own, whole, b, counts = sets[0].own, sets[0].whole, sets[0].b, sets[0].row_counts
+        sample = self._sample(sets[0])
         with (
             AllGatherGemm(own, b, comm=comm, row_counts=counts) as fused,
             AllGatherGemm(whole, b, comm=alone) as engine,
@@ -146,18 +151,18 @@ class AllGatherGemmBench:
             found = {
                 name: way
                 if isinstance(way, str)
-                else self._attempt(lambda w=way: self._checked(case, sets[0], w()))
+                else self._attempt(lambda w=way: self._checked(w(), sets[0].out, sample))
                 for name, way in ways.items()
             }
             calls = {name: call for name, call in found.items() if not isinstance(call, str)}
             found |= timing.interleaved_ms(comm, self._clock, self._gate, calls)
             plan = fused.plan.to_json()
-        bytes_in = (case.m - min(counts)) * case.k * case.dtype.itemsize
-        rivals = {name: self._told(name, case, found.pop(name)) for name in self._rivals}
+        bytes_in = (m - min(counts)) * k * self._dtype.itemsize
+        rivals = {name: self._told(name, (m, k, n), found.pop(name)) for name in self._rivals}
         return {
             **found,
             "transfer_ms": 1e3 * bytes_in / self.link_rate,
-            "host_us": self._host_cost(case.dtype),
+            "host_us": self._host_us,
             "rivals": rivals,
             "plan": plan,
         }
@@ -180,45 +185,57 @@ class AllGatherGemmBench:
 
         return prepare
 
-    def _told(self, name: str, case: Case, found: Any) -> Any:
+    def _told(self, name: str, shape: tuple[int, int, int], found: Any) -> Any:
         """Return a rival's time, or why there is none and what it was in an earlier run."""
         if not isinstance(found, str):
             return found
-        shape = case.m, case.k, case.n
-        return found + baselines.figure(name, self._comm.size, shape, case.dtype)
+        return found + baselines.figure(name, self._comm.size, shape, self._dtype)
 
     # --- operands and results ---------------------------------------------------------------------
 
-    def _operands(self, case: Case, number: int) -> Operands:
+    def _operands(self, m: int, k: int, n: int, number: int) -> Operands:
         """Return random operands; every rank knows all of A."""
-        comm, machine = self._comm, self._machine
-        counts = comm.row_counts(case.m)
-        seed = 1000 * (1 + number)
-        whole = self._alone.empty((case.m, case.k), case.dtype)
+        comm, machine, dtype = self._comm, self._machine, self._dtype
+        counts = comm.row_counts(m)
         starts = np.cumsum((0, *counts))
+        seed = 1000 * (1 + number)
+        whole = self._alone.empty((m, k), dtype)
         for rank, rows in enumerate(counts):
             if rows:
-                block = self._normal(seed + rank, (rows, case.k), case.dtype)
+                block = self._normal(seed + rank, (rows, k))
                 machine.copy(whole[starts[rank] : starts[rank + 1]], block)
-        own = comm.empty((counts[comm.rank], case.k), case.dtype)
-        machine.copy(own, whole[comm.rows(case.m)])
-        b = self._normal(seed + comm.size + comm.rank, (case.k, case.n), case.dtype)
-        return Operands(own, whole, b, machine.empty((case.m, case.n), case.dtype), counts)
+        own = comm.empty((counts[comm.rank], k), dtype)
+        machine.copy(own, whole[comm.rows(m)])
+        b = self._normal(seed + comm.size + comm.rank, (k, n))
+        return Operands(own, whole, b, machine.empty((m, n), dtype), counts)
 
-    def _normal(self, seed: int, shape: tuple[int, int], dtype: np.dtype) -> Any:
-        wide = np.float64 if dtype == np.float64 else np.float32
+    def _normal(self, seed: int, shape: tuple[int, int]) -> Any:
+        wide = np.float64 if self._dtype == np.float64 else np.float32
         values = self._numpy.random.default_rng(seed).standard_normal(shape, dtype=wide)
-        if dtype == ml_dtypes.bfloat16:  # cut off: not every CuPy converts to it
-            return (values.view(np.uint32) >> 16).astype(np.uint16).view(dtype)
-        return values.astype(dtype)
+        if self._dtype == ml_dtypes.bfloat16:  # cut off: not every CuPy converts to it
+            return (values.view(np.uint32) >> 16).astype(np.uint16).view(self._dtype)
+        return values.astype(self._dtype)
 
-    def _checked(self, case: Case, one: Operands, call: Call) -> Call:
+    def _sample(self, one: Operands) -> _Sample:
+        """Return what to look at: rows of every rank, at its borders too, and some columns."""
+        (m, n), borders = one.out.shape, np.cumsum(one.row_counts)
+        rows = self._numpy.asarray(_some(m, _SAMPLE[0], [*borders, *(borders - 1)]))
+        columns = self._numpy.asarray(_some(n, _SAMPLE[1], []))
+        every = slice(None)
+        a, b = self._picked(one.whole, rows, every), self._picked(one.b, every, columns)
+        return _Sample(rows, columns, reference.allgather_gemm([a], b))
+
+    def _picked(self, array: Any, rows: Any, columns: Any) -> np.ndarray:
+        bits = array.view(self._bits)  # not every CuPy indexes every dtype
+        return self._machine.asnumpy(bits[rows][:, columns]).view(self._dtype)
+
+    def _checked(self, call: Call, out: Any, sample: _Sample) -> Call:
         """Return a call whose result is right, and which leaves its work to the device.
 
         Error otherwise; not before all is done that the other ranks may wait for.
         """
-        self._machine.fill(one.out, np.nan)
-        fault = self._fault(case, one, call(0))
+        self._machine.fill(out, np.nan)
+        fault = self._fault(self._numpy.asarray(call(0)), sample)
         call(1)
         queued = timing.is_queued(self._clock, lambda: call(2))
         if fault:
@@ -227,46 +244,29 @@ class AllGatherGemmBench:
             raise Error("waits for the GPU, so it has no device time of its own")
         return call
 
-    def _fault(self, case: Case, one: Operands, result: Any) -> str:
-        """Return what is wrong with a result, if it is not written everywhere or where sampled."""
-        bits = np.dtype(f"u{case.dtype.itemsize}")
-        c = self._numpy.asarray(result).view(bits)
-        unwritten = np.array(np.nan, case.dtype).view(bits).item()
-        if (c == unwritten).any():
+    def _fault(self, result: Any, sample: _Sample) -> str:
+        """Return what is wrong with a result, if something is."""
+        unwritten = np.array(np.nan, self._dtype).view(self._bits).item()
+        if (result.view(self._bits) == unwritten).any():
             return "some of it is not written, or is not a number"
-        borders = np.cumsum(one.row_counts)
-        here = self._numpy.asarray
-        rows = here(_some(case.m, _CHECKED_ROWS, [*borders, *(borders - 1)]))
-        columns = here(_some(case.n, _CHECKED_COLUMNS, []))
-
-        def pick(array: Any, *index: Any) -> np.ndarray:
-            return self._machine.asnumpy(array.view(bits)[index]).view(case.dtype)
-
-        every = slice(None)
-        picked = self._machine.asnumpy(c[rows][:, columns]).view(case.dtype)
-        expected = reference.allgather_gemm(
-            [pick(one.whole, rows)], pick(one.b, every, columns), case.dtype
+        error = sample.expected.check(
+            self._picked(result[sample.rows], slice(None), sample.columns)
         )
-        error = expected.check(picked)
         return f"an error is {error:.3g} times its bound" if error > 1 else ""
 
     # --- the host ---------------------------------------------------------------------------------
 
-    def _host_cost(self, dtype: np.dtype) -> dict[str, float]:
-        """Return what a warm call with `out` costs the host, in microseconds."""
-        if dtype not in self._costs:
-            comm, (rows, k, n) = self._comm, _SMALL
-            one = self._operands(Case(comm.size * rows, k, n, dtype), 0)
-            a, b, out = one.own, one.b, one.out
-            with AllGatherGemm(a, b, comm=comm) as step:
-                calls = {
-                    "class": lambda: step(a, b, out=out),
-                    "function": lambda: allgather_gemm(a, b, comm=comm, out=out),
-                }
-                self._costs[dtype] = {
-                    name: timing.host_us(comm, self._clock, call) for name, call in calls.items()
-                }
-        return self._costs[dtype]
+    def _host_cost(self) -> dict[str, float]:
+        """Return what a warm call with `out` costs the host, in microseconds, for any shape."""
+        comm, (rows, k, n) = self._comm, _SMALL
+        one = self._operands(comm.size * rows, k, n, 0)
+        a, b, out = one.own, one.b, one.out
+        with AllGatherGemm(a, b, comm=comm) as step:
+            calls = {
+                "class": lambda: step(a, b, out=out),
+                "function": lambda: allgather_gemm(a, b, comm=comm, out=out),
+            }
+            return {name: timing.host_us(comm, self._clock, call) for name, call in calls.items()}
 
 
 def _some(extent: int, most: int, wanted: Sequence[int]) -> np.ndarray:

@@ -239,6 +239,9 @@ def draw(path: str, records: Sequence[Mapping[str, Any]]) -> None:
         "unfused": [record["unfused_ms"] for record in records],
         **{name: [record["rivals"][name] for record in records] for name in records[0]["rivals"]},
     }
+    ways = {
+        name: times for name, times in ways.items() if not all(isinstance(ms, str) for ms in times)
+    }
     figure = _figure()
     figure.set_size_inches(2 + 1.2 * len(records), 4.5)
     axes = figure.add_subplot()

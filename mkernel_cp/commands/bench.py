@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import __version__
 from ..bench import records
-from ..bench.allgather_gemm import QUICK_SHAPES, SHAPES, AllGatherGemmBench, Case
+from ..bench.allgather_gemm import QUICK_SHAPES, SHAPES, AllGatherGemmBench
 from ..communicator import Communicator
 from ..errors import Error
 from .job import CommandError, together
@@ -50,12 +50,11 @@ def allgather_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
     wrong: list[str] = []
     with (
         _progress(comm, len(shapes) * arguments.repeat) as (say, advance),
-        AllGatherGemmBench.opened(comm) as bench,
+        AllGatherGemmBench.opened(comm, dtype) as bench,
     ):
         say(_title(comm, bench.link_rate))
         for m, k, n in shapes:
-            case = Case(m, k, n, dtype)
-            measured = [advance(bench.measure(case)) for _ in range(arguments.repeat)]
+            measured = [advance(bench.measure(m, k, n)) for _ in range(arguments.repeat)]
             try:
                 record = records.make_record(
                     comm, "allgather_gemm", {"M": m, "K": k, "N": n}, dtype.name, measured
