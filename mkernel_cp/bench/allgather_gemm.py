@@ -61,7 +61,7 @@ class AllGatherGemmBench:
         self._bits = np.dtype(f"u{dtype.itemsize}")
         self._numpy = np if comm.target == "host" else importlib.import_module("cupy")
         self.link_rate = link_rate(comm, clock, gate)
-        # Before the libraries start their threads, which make calls of the host slower.
+        # Before libraries start threads of their own in this process.
         self._host_us = self._host_cost()
         self._gemm = baselines.gemm_for(comm)
         self._gather = self._attempt(lambda: baselines.gather_for(comm))

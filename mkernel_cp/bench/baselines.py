@@ -306,20 +306,22 @@ class CublasMp:
 
 RIVALS = (AsyncTensorParallel, CublasMp)
 
-# From an earlier run, for where a rival does not run: 4 x NVIDIA H100, bfloat16; ms by (M, K, N).
+# For where a rival does not run: what this benchmark gave for it with bfloat16 on 4 x NVIDIA H100
+# (torch 2.11, cuBLASMp 0.7 through nvmath-python 0.8); ms by (M, K, N).
 _FIGURES = {
     AsyncTensorParallel.name: {
-        (4096, 4096, 1024): 0.185,
-        (8192, 8192, 2048): 0.494,
-        (16384, 16384, 4096): 3.08,
-        (512, 8192, 7168): 0.243,
-        (2048, 8192, 7168): 0.428,
-        (8192, 8192, 7168): 1.58,
+        (4096, 4096, 1024): 0.138,
+        (8192, 8192, 2048): 0.446,
+        (16384, 16384, 4096): 3.10,
+        (32768, 32768, 8192): 26.0,
+        (512, 8192, 7168): 0.203,
+        (2048, 8192, 7168): 0.378,
+        (8192, 8192, 7168): 1.53,
+        (16384, 5120, 3456): 0.854,
     },
     CublasMp.name: {
-        (4096, 4096, 1024): 0.549,
-        (8192, 8192, 2048): 0.771,
-        (16384, 16384, 4096): 3.40,
+        (4096, 4096, 1024): 0.150,
+        (8192, 8192, 2048): 0.442,
     },
 }
 

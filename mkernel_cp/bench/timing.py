@@ -165,7 +165,7 @@ def _round(
         call(number + position)
         marks[name] = start, clock.mark()
     ahead = not clock.passed(delayed)
-    clock.wait(marks[name][1])
+    clock.wait(clock.mark())
     return ahead, {name: clock.ms(*pair) for name, pair in marks.items()}
 
 
