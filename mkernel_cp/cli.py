@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import compile, demo, doctor, job, run
+from .bench.records import RESULTS
+from .commands import bench, compile, demo, doctor, job, run
 from .plan import DTYPES
 
 _DESCRIPTION = """\
-Fused kernels for programs that run under mpirun. `demo` and `run` are started as every MPI program:
-mpirun -n 4 mkernel-cp demo. `doctor` names the launcher that fits, and what is missing."""
+Fused kernels for programs that run under mpirun. `demo`, `run` and `bench` are started as every MPI
+program: mpirun -n 4 mkernel-cp demo. `doctor` names the launcher that fits, and what is missing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +65,41 @@ def _parser() -> argparse.ArgumentParser:
         help="of C: that of A (default), or float32 where A has 16 bits",
     )
     operator.set_defaults(program=run.allgather_gemm)
+
+    command = commands.add_parser("bench", help="measure an operator beside its alternatives")
+    operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
+    operator = operators.add_parser(
+        "allgather-gemm",
+        help="beside cuBLAS, NCCL, PyTorch async-TP and cuBLASMp",
+        description="Measure C = A @ B beside cuBLAS alone, NCCL and cuBLAS one after the other, "
+        "PyTorch async-TP and cuBLASMp, as far as they are installed. efficiency = floor / fused, "
+        "and floor is the longer of compute and transfer.",
+    )
+    operator.add_argument(
+        "--shape",
+        type=bench.shape,
+        action="append",
+        metavar="M,K,N",
+        help="rows of all ranks, K, columns of each rank; may be given several times",
+    )
+    operator.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES], default="bfloat16")
+    operator.add_argument("--quick", action="store_true", help="only a few shapes")
+    operator.add_argument(
+        "--repeat",
+        type=bench.repeats,
+        default=3,
+        metavar="R",
+        help="median of so many, each with new operands (default: 3)",
+    )
+    operator.add_argument(
+        "--json",
+        nargs="?",
+        const=str(RESULTS / "allgather_gemm.json"),
+        metavar="PATH",
+        help="write the records; without PATH where those of the package lie",
+    )
+    operator.add_argument("--plot", metavar="PATH", help="draw a chart; needs matplotlib")
+    operator.set_defaults(program=bench.allgather_gemm)
 
     command = commands.add_parser(
         "compile", help="compile the kernels for a GPU ahead of a job; needs no GPU"

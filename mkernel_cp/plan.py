@@ -6,8 +6,8 @@ Pure Python: a plan can be made, printed and tested without a device or a compil
 import math
 import operator
 import os
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -370,6 +370,16 @@ class AllGatherGemmPlan:
         if self.n == 0:
             return 0
         return (self.m - self.row_counts[self.rank]) * self.k * self.dtype.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON has it: dtypes by name, lists for tuples."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, np.dtype):
+                return value.name
+            return list(value) if isinstance(value, tuple) else value
+
+        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""

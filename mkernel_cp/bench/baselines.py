@@ -1,0 +1,340 @@
+"""The same work by other means: libraries that a user would otherwise call."""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import socket
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..communicator import Communicator
+from ..errors import ConfigurationError
+from ..targets import cuda
+from .timing import Call
+
+# Libraries may use NVLink multicast, which this package does not: compared is what does without.
+_NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """One set of what `allgather_gemm` takes and gives.
+
+    Attributes
+    ----------
+    own : array (M_r, K)
+        This rank's rows of A, where peers can read them.
+    whole : array (M, K)
+        All of A.
+    b : array (K, N)
+    out : array (M, N)
+    row_counts : tuple of int
+        Rows of A on every rank.
+    """
+
+    own: Any
+    whole: Any
+    b: Any
+    out: Any
+    row_counts: tuple[int, ...]
+
+
+def without_multicast() -> None:
+    """Tell libraries that are not loaded yet to do without NVLink multicast."""
+    os.environ.update(_NO_MULTICAST)
+
+
+# --- one GPU --------------------------------------------------------------------------------------
+
+Gemm = Callable[[Any, Any, Any], Any]
+"""Writes the product of two C-contiguous matrices into a third, and returns that."""
+
+
+def gemm_for(comm: Communicator) -> Gemm:
+    """Return the GEMM of cuBLAS, or of NumPy on the host target."""
+    return _numpy_gemm if comm.target == "host" else CublasGemm()
+
+
+def _numpy_gemm(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+    if a.dtype.itemsize == 2:  # NumPy would add in 16 bits
+        a, b = a.astype(np.float32), b.astype(np.float32)
+    out[...] = a @ b
+    return out
+
+
+class CublasGemm:
+    """cublasGemmEx with sums in float32, or float64 for float64."""
+
+    def __init__(self) -> None:
+        cupy = importlib.import_module("cupy")
+        self._cublas, runtime = cupy.cuda.cublas, cupy.cuda.runtime
+        self._handle = cupy.cuda.device.get_cublas_handle()
+        no_reduced_precision_sums = 16
+        self._cublas.setMathMode(self._handle, no_reduced_precision_sums)
+        self._types = {
+            np.dtype(ml_dtypes.bfloat16): runtime.CUDA_R_16BF,
+            np.dtype(np.float16): runtime.CUDA_R_16F,
+            np.dtype(np.float32): runtime.CUDA_R_32F,
+            np.dtype(np.float64): runtime.CUDA_R_64F,
+        }
+
+    def __call__(self, a: Any, b: Any, out: Any) -> Any:
+        cublas, (m, k), n, kind = self._cublas, a.shape, b.shape[1], self._types[a.dtype]
+        double = a.dtype == np.float64
+        scalar = ctypes.c_double if double else ctypes.c_float
+        one, zero = scalar(1), scalar(0)
+        # To cuBLAS, which has columns where we have rows, these are the transposes.
+        cublas.gemmEx(
+            *(self._handle, cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_N, n, m, k),
+            *(ctypes.addressof(one), b.data.ptr, kind, n, a.data.ptr, kind, k),
+            *(ctypes.addressof(zero), out.data.ptr, kind, n),
+            cublas.CUBLAS_COMPUTE_64F if double else cublas.CUBLAS_COMPUTE_32F,
+            cublas.CUBLAS_GEMM_DEFAULT,
+        )
+        return out
+
+
+# --- one after the other --------------------------------------------------------------------------
+
+Gather = Callable[[Any, Any, Sequence[int]], None]
+"""Puts the rows of all ranks into one matrix: own rows, that matrix, rows of every rank."""
+
+
+def gather_for(comm: Communicator) -> Gather:
+    """Return the all-gather of NCCL, or of MPI on the host target. Collective.
+
+    Raises
+    ------
+    ConfigurationError
+        If neither CuPy nor nccl4py gives NCCL.
+    """
+    if comm.target == "host":
+        return MpiGather(comm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy tells that NCCL is missing, as is done below
+        if importlib.import_module("cupy.cuda.nccl").available:
+            return CupyGather(comm)
+    try:
+        return Nccl4pyGather(comm)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"no NCCL ({error}): pip install nvidia-nccl-cu{cuda.driver_series()}"
+        ) from None
+
+
+class MpiGather:
+    """MPI_Allgatherv."""
+
+    def __init__(self, comm: Communicator):
+        self._mpi = comm.mpi
+
+    def __call__(self, own: np.ndarray, whole: np.ndarray, row_counts: Sequence[int]) -> None:
+        row = whole.strides[0]
+        counts = [rows * row for rows in row_counts]
+        self._mpi.Allgatherv(own.view(np.uint8), [whole.view(np.uint8), counts])
+
+
+class CupyGather:
+    """ncclAllGather, or for uneven rows a group of ncclBroadcast, through CuPy."""
+
+    def __init__(self, comm: Communicator):
+        self._nccl = nccl = importlib.import_module("cupy.cuda.nccl")
+        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
+        identity = _of_first_rank(comm, nccl.get_unique_id)
+        self._comm = nccl.NcclCommunicator(comm.size, identity, comm.rank)
+
+    def __call__(self, own: Any, whole: Any, row_counts: Sequence[int]) -> None:
+        nccl, stream = self._nccl, self._current_stream().ptr
+        source, to = own.data.ptr, whole.data.ptr
+        if len(set(row_counts)) == 1:
+            self._comm.allGather(source, to, own.nbytes, nccl.NCCL_UINT8, stream)
+            return
+        nccl.groupStart()
+        for root, rows in enumerate(row_counts):
+            nbytes = rows * whole.strides[0]
+            self._comm.broadcast(source, to, nbytes, nccl.NCCL_UINT8, root, stream)
+            to += nbytes
+        nccl.groupEnd()
+
+
+class Nccl4pyGather:
+    """The same through nccl4py, for a CuPy that was built without NCCL."""
+
+    def __init__(self, comm: Communicator):
+        self._nccl = nccl = importlib.import_module("nccl.core")
+        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
+        identity = _of_first_rank(comm, nccl.get_unique_id)
+        self._comm = nccl.Communicator.init(comm.size, comm.rank, identity)
+
+    def __call__(self, own: Any, whole: Any, row_counts: Sequence[int]) -> None:
+        own, whole, stream = own.view(np.uint8), whole.view(np.uint8), self._current_stream().ptr
+        if len(set(row_counts)) == 1:
+            self._comm.allgather(own, whole, stream=stream)
+            return
+        start = 0
+        with self._nccl.group():
+            for root, rows in enumerate(row_counts):
+                self._comm.broadcast(own, whole[start : start + rows], root, stream=stream)
+                start += rows
+
+
+def _of_first_rank(comm: Communicator, make: Callable[[], Any]) -> Any:
+    return comm.agree("to start NCCL", lambda: make() if comm.rank == 0 else None)[0]
+
+
+# --- rivals: fused, too ---------------------------------------------------------------------------
+
+
+class AsyncTensorParallel:
+    """PyTorch's async-TP, in these same processes. Making one is collective.
+
+    Parameters
+    ----------
+    comm : Communicator
+    """
+
+    name = "PyTorch async-TP"
+    module = "torch.distributed._symmetric_memory"
+
+    def __init__(self, comm: Communicator):
+        self._torch = torch = importlib.import_module("torch")
+        self._distributed = importlib.import_module("torch.distributed")
+        current = importlib.import_module("cupy").cuda
+        self._device = torch.device("cuda", current.runtime.getDevice())
+        self._current_stream = current.get_current_stream
+        torch.cuda.set_device(self._device)
+        port = comm.agree("to start PyTorch", _free_port)[0]
+        self._distributed.init_process_group(
+            "nccl",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=comm.rank,
+            world_size=comm.size,
+            device_id=self._device,
+        )
+        self._group = self._distributed.group.WORLD.group_name
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer versions do it by themselves, and say so
+            importlib.import_module(self.module).enable_symm_mem_for_group(self._group)
+
+    def prepare(self, sets: Sequence[Operands]) -> Call:
+        """Return the call for these operands; its result is an array of integers, bit by bit."""
+        if len(set(sets[0].row_counts)) > 1:
+            raise ValueError("needs the same number of rows on every rank")
+        torch = self._torch
+        operands = [(self._tensor(one.own), self._tensor(one.b)) for one in sets]
+        bits = getattr(torch, f"int{8 * sets[0].b.itemsize}")
+        stream = torch.cuda.ExternalStream(self._current_stream().ptr, device=self._device)
+
+        def call(number: int) -> Any:
+            a, b = operands[number % len(operands)]
+            with torch.cuda.stream(stream):
+                _, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, self._group)
+            return out.view(bits)
+
+        return call
+
+    def _tensor(self, array: Any) -> Any:
+        """Return a tensor in the place of a CuPy array."""
+        bits = self._torch.as_tensor(array.view(f"i{array.itemsize}"), device=self._device)
+        return bits.view(getattr(self._torch, array.dtype.name))
+
+    def close(self) -> None:
+        """Leave PyTorch's process group."""
+        self._distributed.destroy_process_group()
+
+
+class CublasMp:
+    """cuBLASMp through nvmath-python. Making one is collective.
+
+    Parameters
+    ----------
+    comm : Communicator
+    """
+
+    name = "cuBLASMp"
+    module = "nvmath.distributed.linalg.advanced"
+
+    def __init__(self, comm: Communicator):
+        self._cupy = cupy = importlib.import_module("cupy")
+        self._nvmath = importlib.import_module("nvmath.distributed")
+        self._nvmath.initialize(cupy.cuda.runtime.getDevice(), comm.mpi, ["nvshmem", "nccl"])
+        self._plans: list[Any] = []
+
+    def prepare(self, sets: Sequence[Operands]) -> Call:
+        """Return the call for these operands; it computes the transpose, which lies the same way.
+
+        cuBLASMp has columns where we have rows, and wants `b` in the other order.
+        """
+        advanced = importlib.import_module(self.module)
+        slab = importlib.import_module("nvmath.distributed.distribution").Slab
+        qualifiers = np.zeros(3, advanced.matrix_qualifiers_dtype)
+        qualifiers[0]["is_transpose"] = True
+        self._forget()
+        for one in sets:
+            by_columns = self._cupy.empty(one.b.shape[::-1], f"u{one.b.itemsize}").T
+            by_columns[...] = one.b.view(by_columns.dtype)
+            plan = advanced.Matmul(
+                by_columns.view(one.b.dtype),
+                one.own.T,
+                distributions=[slab.Y, slab.Y, slab.X],
+                qualifiers=qualifiers,
+            )
+            self._plans.append(plan)
+            plan.plan()
+        stream = self._cupy.cuda.get_current_stream()
+        return lambda number: self._plans[number % len(sets)].execute(stream=stream).T
+
+    def _forget(self) -> None:
+        while self._plans:
+            self._plans.pop().free()
+
+    def close(self) -> None:
+        """Free the plans and leave nvmath's world."""
+        self._forget()
+        self._nvmath.finalize()
+
+
+RIVALS = (AsyncTensorParallel, CublasMp)
+
+# For where a rival does not run: what this benchmark gave for it with bfloat16 on 4 x NVIDIA H100
+# (torch 2.11, cuBLASMp 0.7 through nvmath-python 0.8); ms by (M, K, N).
+_FIGURES = {
+    AsyncTensorParallel.name: {
+        (4096, 4096, 1024): 0.138,
+        (8192, 8192, 2048): 0.446,
+        (16384, 16384, 4096): 3.10,
+        (32768, 32768, 8192): 26.0,
+        (512, 8192, 7168): 0.203,
+        (2048, 8192, 7168): 0.378,
+        (8192, 8192, 7168): 1.53,
+        (16384, 5120, 3456): 0.854,
+    },
+    CublasMp.name: {
+        (4096, 4096, 1024): 0.150,
+        (8192, 8192, 2048): 0.442,
+    },
+}
+
+
+def figure(name: str, world: int, shape: tuple[int, int, int], dtype: np.dtype) -> str:
+    """Return words for a rival's time in an earlier run, or none if there is no such time."""
+    ms = _FIGURES[name].get(shape)
+    if ms is None or world != 4 or dtype != ml_dtypes.bfloat16:
+        return ""
+    return f"; {ms} ms in an earlier run on 4 x NVIDIA H100"
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

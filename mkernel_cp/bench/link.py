@@ -1,0 +1,81 @@
+"""What the links between the ranks carry when all of them are in use."""
+
+import ctypes
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..communicator import Communicator, extent
+from .timing import Gate, interleaved_ms
+
+_PIECE = {"cuda": 128 << 20, "host": 1 << 20}
+
+_COPY = r"""
+typedef unsigned long long size;
+extern "C" __global__ void copy(uint4* to, const uint4* from, size count) {
+    size first = blockIdx.x * (size)blockDim.x + threadIdx.x, step = gridDim.x * (size)blockDim.x;
+    for (size i = first; i < count; i += step) to[i] = from[i];
+}
+"""
+
+Copy = Callable[[int, int, int], Any]
+"""Copies between addresses: to, from, bytes."""
+
+
+def link_rate(comm: Communicator, clock: Any, gate: Gate) -> float:
+    """Return the bytes per second that reach every rank when all send to all; inf for one rank.
+
+    Collective. The best of pull and push, by the copy engines and by a kernel; the peers take
+    turns, and no two ranks use the same one at a time.
+    """
+    if comm.size == 1:
+        return math.inf
+    piece = _PIECE[comm.target]
+    random = np.random.default_rng(comm.rank)
+    source = comm.asarray(random.integers(0, 256, piece, np.uint8))
+    landing = comm.empty(comm.size * piece, np.uint8)
+    sources, landings = _addresses(comm, source), _addresses(comm, landing)
+
+    def exchange(copy: Copy, push: bool) -> None:
+        for step in range(1, comm.size):
+            peer = (comm.rank + step) % comm.size
+            reader, writer = (peer, comm.rank) if push else (comm.rank, peer)
+            copy(landings[reader] + writer * piece, sources[writer], piece)
+
+    calls = {
+        f"{name}, {'push' if push else 'pull'}": lambda number, c=copy, p=push: exchange(c, p)
+        for name, copy in _copies(comm).items()
+        for push in (False, True)
+    }
+    fastest = min(interleaved_ms(comm, clock, gate, calls).values())
+    return (comm.size - 1) * piece / (1e-3 * fastest)
+
+
+def _addresses(comm: Communicator, array: Any) -> list[int]:
+    """Return where this rank finds an array from `Communicator.empty` of each rank."""
+    place = comm.segments.locate(*extent(comm.machine.shadow(array)))
+    places = comm.agree("where the operands of the copies lie", lambda: place)
+    pointers = comm.segments.pointers
+    return [int(pointers[at.segment, rank]) + at.offset for rank, at in enumerate(places)]
+
+
+def _copies(comm: Communicator) -> dict[str, Copy]:
+    """Return the ways to copy on this target."""
+    if comm.target == "host":
+        return {"memmove": ctypes.memmove}
+    cupy = importlib.import_module("cupy")
+    runtime, current_stream = cupy.cuda.runtime, cupy.cuda.get_current_stream
+    kernel = cupy.RawKernel(_COPY, "copy")
+    blocks = comm.machine.gpu.processors
+
+    def by_engine(to: int, source: int, nbytes: int) -> None:
+        between_any = 4
+        runtime.memcpyAsync(to, source, nbytes, between_any, current_stream().ptr)
+
+    def by_kernel(to: int, source: int, nbytes: int) -> None:
+        kernel((2 * blocks,), (1024,), (np.uint64(to), np.uint64(source), np.uint64(nbytes // 16)))
+
+    return {"copy engine": by_engine, "kernel": by_kernel}

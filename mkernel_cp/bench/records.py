@@ -1,0 +1,277 @@
+"""Records of the benchmark, one per case: what they hold, as JSON, as a table and as a chart."""
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..communicator import Communicator
+from ..errors import ConfigurationError, Error
+from ..plan import DTYPES
+
+RESULTS = Path(__file__).parent / "results"
+"""Where the package's own results lie, one file per operator."""
+
+KEYS = (
+    *("operator", "shape", "dtype", "routing", "world", "nodes", "target", "engine", "card"),
+    *("compute_ms", "transfer_ms", "engine_ms", "unfused_ms", "fused_ms", "floor_ms"),
+    *("efficiency", "host_us", "rivals", "plan", "versions"),
+)
+_SHAPE_KEYS = {"allgather_gemm": ("M", "K", "N")}
+_HOST_KEYS = ("class", "function")
+_ALWAYS_MEASURED = ("compute_ms", "engine_ms", "fused_ms")
+_MEASURED = (*_ALWAYS_MEASURED, "transfer_ms", "unfused_ms", "host_us", "rivals")
+
+
+def make_record(
+    comm: Communicator,
+    operator: str,
+    shape: Mapping[str, int],
+    dtype: str,
+    repeats: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the record of a case that was measured several times: medians.
+
+    Raises
+    ------
+    Error
+        If something that every record has was not measured, as for a wrong result.
+    """
+    found = {field: _median([one[field] for one in repeats]) for field in _MEASURED}
+    for field in _ALWAYS_MEASURED:
+        if isinstance(found[field], str):
+            raise Error(f"{operator} {_extents(shape)} {dtype} has no {field}: {found[field]}")
+    plan = repeats[0]["plan"]
+    floor = max(found["compute_ms"], found["transfer_ms"])
+    fields = {
+        **found,
+        "operator": operator,
+        "shape": dict(shape),
+        "dtype": dtype,
+        "routing": None,
+        "world": comm.size,
+        "nodes": comm.num_nodes,
+        "target": comm.target,
+        "engine": plan["engine"],
+        "card": comm.device.partition("(")[2].removesuffix(")") or comm.device,
+        "floor_ms": floor,
+        "efficiency": floor / found["fused_ms"],
+        "plan": plan,
+        "versions": versions(),
+    }
+    return check_record({key: fields[key] for key in KEYS})
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Return the median of numbers, key by key where they have keys; words, where there are any."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _median([value[key] for value in values]) for key in first}
+    words = [value for value in values if isinstance(value, str)]
+    return words[0] if words else statistics.median(values)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what has taken part in this process."""
+    found = {"mkernel_cp": __version__, "python": platform.python_version()}
+    for name in ("numpy", "mpi4py", "cupy", "torch", "nvmath"):
+        if name in sys.modules:
+            found[name] = str(sys.modules[name].__version__)
+    if "cupy" in sys.modules:
+        cuda = sys.modules["cupy"].cuda
+        found["CUDA runtime"] = str(cuda.runtime.runtimeGetVersion())
+        found["CUDA driver"] = str(cuda.runtime.driverGetVersion())
+        with contextlib.suppress(ImportError, AttributeError):
+            found["NCCL"] = str(cuda.nccl.get_version())
+    return found
+
+
+def check_record(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record that is as it should be.
+
+    Raises
+    ------
+    ValueError
+        If it lacks a key or has another one, or a value makes no sense; the text names it.
+    """
+    if tuple(record) != KEYS:
+        raise ValueError(f"record has the keys {list(record)}, expected {list(KEYS)}")
+    operator = record["operator"]
+    checks = {
+        "operator": lambda value: value in _SHAPE_KEYS,
+        "shape": lambda value: (
+            tuple(value) == _SHAPE_KEYS[operator] and all(_is_count(n) for n in value.values())
+        ),
+        "dtype": lambda value: value in [dtype.name for dtype in DTYPES],
+        "routing": lambda value: value is None or _is_text(value),
+        "world": _is_count,
+        "nodes": _is_count,
+        "target": lambda value: value in ("cuda", "host"),
+        "engine": _is_text,
+        "card": _is_text,
+        "compute_ms": _is_time,
+        "transfer_ms": lambda value: _is_time(value) or value == 0.0,
+        "engine_ms": _is_time,
+        "unfused_ms": lambda value: _is_time(value) or _is_text(value),
+        "fused_ms": _is_time,
+        "floor_ms": lambda value: value == max(record["compute_ms"], record["transfer_ms"]),
+        "efficiency": lambda value: math.isclose(value, record["floor_ms"] / record["fused_ms"]),
+        "host_us": lambda value: (
+            tuple(value) == _HOST_KEYS and all(_is_time(us) for us in value.values())
+        ),
+        "rivals": lambda value: all(_is_time(one) or _is_text(one) for one in value.values()),
+        "plan": lambda value: value["engine"] == record["engine"],
+        "versions": lambda value: (
+            "mkernel_cp" in value and all(_is_text(version) for version in value.values())
+        ),
+    }
+    for key, is_right in checks.items():
+        if not is_right(record[key]):
+            raise ValueError(f"record of {operator}: {key} is {record[key]!r}")
+    return record
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < math.inf
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def write(path: str, records: Sequence[dict[str, Any]]) -> None:
+    """Write records as a JSON list, in place of what the file held."""
+    temporary = f"{path}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(records, file, indent=1, allow_nan=False)
+        file.write("\n")
+    os.replace(temporary, path)
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a file, checked."""
+    return [check_record(record) for record in json.loads(Path(path).read_text(encoding="utf-8"))]
+
+
+# --- a table --------------------------------------------------------------------------------------
+
+_COLUMNS = ("compute", "transfer", "floor", "engine", "unfused", "fused")
+
+
+def headings(rivals: Sequence[str]) -> str:
+    """Return the first line of a table; times are in ms, but the host's in microseconds."""
+    return _line("operator, M x K x N, dtype", [*_COLUMNS, "efficiency", "host us", *rivals])
+
+
+def line(record: Mapping[str, Any]) -> str:
+    """Return the line of a record; a dash stands for words."""
+    title = f"{record['operator']} {_extents(record['shape'])} {record['dtype']}"
+    times = [record[f"{name}_ms"] for name in _COLUMNS]
+    cells = [
+        *map(_ms, times),
+        f"{record['efficiency']:.3f}",
+        f"{record['host_us']['class']:.1f}",
+        *map(_ms, record["rivals"].values()),
+    ]
+    return _line(title, cells)
+
+
+def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what the dashes of a table stand for."""
+    words = {
+        f"{name}: {found}": None
+        for record in records
+        for name, found in (("unfused", record["unfused_ms"]), *record["rivals"].items())
+        if isinstance(found, str)
+    }
+    return list(words)
+
+
+def _extents(shape: Mapping[str, int]) -> str:
+    return " x ".join(map(str, shape.values()))
+
+
+def _ms(value: float | str) -> str:
+    return "-" if isinstance(value, str) else f"{value:.4g}"
+
+
+def _line(title: str, cells: Sequence[str]) -> str:
+    return "  ".join([f"{title:<46}", *(f"{cell:>{max(10, len(cell))}}" for cell in cells)])
+
+
+# --- a chart --------------------------------------------------------------------------------------
+
+
+def check_chart(path: str) -> None:
+    """Raise unless a chart can be drawn into such a file.
+
+    Raises
+    ------
+    ConfigurationError
+        If matplotlib is missing.
+    ValueError
+        If it does not know the type of the file.
+    """
+    types = _figure().canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".") not in types:
+        raise ValueError(f"--plot {path}: use a name that ends in one of {', '.join(types)}")
+
+
+def draw(path: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Draw how near everything comes to the floor, a group of bars for each case."""
+    ways = {
+        "fused": [record["fused_ms"] for record in records],
+        "unfused": [record["unfused_ms"] for record in records],
+        **{name: [record["rivals"][name] for record in records] for name in records[0]["rivals"]},
+    }
+    ways = {
+        name: times for name, times in ways.items() if not all(isinstance(ms, str) for ms in times)
+    }
+    figure = _figure()
+    figure.set_size_inches(2 + 1.2 * len(records), 4.5)
+    axes = figure.add_subplot()
+    width = 0.8 / len(ways)
+    for position, (name, times) in enumerate(ways.items()):
+        heights = [
+            0 if isinstance(ms, str) else record["floor_ms"] / ms
+            for record, ms in zip(records, times, strict=True)
+        ]
+        places = [group + position * width for group in range(len(records))]
+        axes.bar(places, heights, width, label=name)
+    axes.set_xticks(
+        [group + 0.4 - width / 2 for group in range(len(records))],
+        [f"{_extents(record['shape'])}\n{record['dtype']}" for record in records],
+        rotation=30,
+        ha="right",
+        fontsize="small",
+    )
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylabel("floor / time")
+    first = records[0]
+    axes.set_title(f"{first['operator']}, {first['world']} x {first['card']}")
+    axes.legend(fontsize="small")
+    figure.savefig(path, bbox_inches="tight", dpi=150)
+
+
+def _figure() -> Any:
+    try:
+        return importlib.import_module("matplotlib.figure").Figure()
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--plot needs matplotlib ({error}): pip install 'mkernel_cp[plot]'"
+        ) from None

@@ -1,0 +1,117 @@
+"""`bench`: what an operator takes, beside the same work by other means."""
+
+import argparse
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..bench import records
+from ..bench.allgather_gemm import QUICK_SHAPES, SHAPES, AllGatherGemmBench
+from ..communicator import Communicator
+from ..errors import Error
+from .job import CommandError, together
+
+_TARGETS = {
+    "cuda": "device time in ms, queued ahead of the host",
+    "host": "CPU threads beside NumPy and MPI, in ms; not a measure of speed",
+}
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """Return the numbers of ``M,K,N``, for `argparse`."""
+    m, k, n = map(int, text.split(","))
+    if min(m, k, n) < 1:
+        raise ValueError
+    return m, k, n
+
+
+def repeats(text: str) -> int:
+    """Return a number of repeats, for `argparse`."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def allgather_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Measure `allgather_gemm` and print a table; `CommandError` if a result was wrong.
+
+    A record is the median of several repeats in one set of processes, each with operands of its
+    own.
+    """
+    together(comm, "to look at the outputs", lambda: _check_outputs(comm, arguments))
+    shapes = arguments.shape or (QUICK_SHAPES if arguments.quick else SHAPES)[comm.target]
+    dtype = np.dtype(arguments.dtype)
+    done: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    with (
+        _progress(comm, len(shapes) * arguments.repeat) as (say, advance),
+        AllGatherGemmBench.opened(comm, dtype) as bench,
+    ):
+        say(_title(comm, bench.link_rate))
+        for m, k, n in shapes:
+            measured = [advance(bench.measure(m, k, n)) for _ in range(arguments.repeat)]
+            try:
+                record = records.make_record(
+                    comm, "allgather_gemm", {"M": m, "K": k, "N": n}, dtype.name, measured
+                )
+            except Error as error:
+                wrong.append(str(error))
+                continue
+            if not done:
+                say(records.headings(list(record["rivals"])))
+            done.append(record)
+            say(records.line(record))
+            if arguments.json and comm.rank == 0:
+                records.write(arguments.json, done)
+        for note in records.notes(done):
+            say(note)
+        if arguments.plot and comm.rank == 0 and done:
+            records.draw(arguments.plot, done)
+    if wrong:
+        raise CommandError("\n".join(wrong))
+    return 0
+
+
+def _check_outputs(comm: Communicator, arguments: argparse.Namespace) -> None:
+    """Raise what would keep the results from being written, before they are measured."""
+    if comm.rank != 0:
+        return
+    if arguments.plot:
+        records.check_chart(arguments.plot)
+    for path in filter(None, (arguments.json, arguments.plot)):
+        with open(path, "a"):
+            pass
+
+
+@contextlib.contextmanager
+def _progress(comm: Communicator, total: int) -> Iterator[tuple[Callable, Callable]]:
+    """Give what prints a line on rank 0, and what counts a step of the bar and returns it."""
+    if comm.rank != 0:
+        yield (lambda text: None), (lambda step: step)
+        return
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        yield (lambda text: print(text, flush=True)), (lambda step: step)
+        return
+    with tqdm(total=total, disable=None, leave=False) as bar:  # None: only on a terminal
+
+        def advance(step: Any) -> Any:
+            bar.update()
+            return step
+
+        yield (lambda text: bar.write(text)), advance
+
+
+def _title(comm: Communicator, link_rate: float) -> str:
+    ranks = "rank" if comm.size == 1 else "ranks"
+    link = f", {link_rate / 1e9:.1f} GB/s into each" if comm.size > 1 else ""
+    return (
+        f"mkernel_cp {__version__}, {comm.size} {ranks} on {comm.device}{link}: "
+        f"{_TARGETS[comm.target]}"
+    )

@@ -1,0 +1,378 @@
+"""The benchmark: what its records hold, what it refuses, and its arithmetic. Not speed."""
+
+import copy
+import importlib.util
+import json
+import types
+
+import numpy as np
+import pytest
+from launcher import mpirun
+
+import mkernel_cp as mk
+from mkernel_cp.bench import baselines, records, timing
+from mkernel_cp.communicator import Communicator
+from mkernel_cp.errors import ConfigurationError, Error
+from mkernel_cp.plan import AllGatherGemmPlan, Options, plan_allgather_gemm
+
+
+def bench(*options, ranks=2, **more):
+    arguments = ("bench", "allgather-gemm", *options)
+    return mpirun(ranks, "-m", "mkernel_cp", *arguments, **more)
+
+
+def patched(patch, *options):
+    """Run the benchmark on two ranks after some lines of Python."""
+    program = (
+        "import sys\nimport numpy as np\nfrom mpi4py import MPI\n"
+        "from mkernel_cp.bench import allgather_gemm, baselines\nfrom mkernel_cp.cli import main\n"
+        f"rank = MPI.COMM_WORLD.Get_rank()\n{patch}\n"
+        f"sys.exit(main({['bench', 'allgather-gemm', '--quick', '--repeat', '1', *options]!r}))\n"
+    )
+    return mpirun(2, "-c", program)
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """What a run says, and the records that it writes."""
+    path = tmp_path_factory.mktemp("bench") / "records.json"
+    shapes = "--shape=70,33,20", "--shape=1,5,3"
+    done = bench(*shapes, "--dtype=float16", "--repeat=2", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    return done, records.read(path)
+
+
+@pytest.mark.mpi
+def test_a_run_writes_a_record_of_every_case(run):
+    _, written = run
+    assert [record["shape"] for record in written] == [
+        {"M": 70, "K": 33, "N": 20},
+        {"M": 1, "K": 5, "N": 3},
+    ]
+    for record in written:
+        assert tuple(record) == records.KEYS
+        assert record["operator"] == "allgather_gemm"
+        assert (record["world"], record["nodes"], record["dtype"]) == (2, 1, "float16")
+        assert (record["target"], record["engine"], record["card"]) == ("host", "host", "cpu")
+        assert record["floor_ms"] == max(record["compute_ms"], record["transfer_ms"])
+        assert record["efficiency"] == record["floor_ms"] / record["fused_ms"]
+        assert isinstance(record["unfused_ms"], float)
+        assert record["rivals"] == {"PyTorch async-TP": "needs GPUs", "cuBLASMp": "needs GPUs"}
+        assert record["plan"]["dtype"] == "float16"
+        assert record["versions"]["numpy"] == np.__version__
+    assert written[0]["plan"]["row_counts"] == [35, 35]
+    assert written[0]["transfer_ms"] == pytest.approx(35 * written[1]["transfer_ms"] * 33 / 5)
+
+
+@pytest.mark.mpi
+def test_a_run_prints_a_table_and_what_its_dashes_mean(run):
+    done, written = run
+    title, headings, *rows = done.stdout.splitlines()
+    assert "2 ranks on cpu" in title
+    assert "GB/s into each" in title
+    assert "not a measure of speed" in title
+    assert headings.split()[-3:] == ["PyTorch", "async-TP", "cuBLASMp"]
+    assert rows[:2] == [records.line(record) for record in written]
+    assert rows[2:] == ["PyTorch async-TP: needs GPUs", "cuBLASMp: needs GPUs"]
+    assert done.stderr == ""
+
+
+@pytest.mark.mpi
+def test_a_run_alone_transfers_nothing(tmp_path):
+    path = tmp_path / "records.json"
+    done = bench("--quick", "--repeat=1", f"--json={path}", ranks=1)
+    assert done.returncode == 0, done.stderr
+    (record,) = records.read(path)
+    assert record["transfer_ms"] == 0
+    assert record["floor_ms"] == record["compute_ms"]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("who", "field"), [("comm.size == 2", "fused_ms"), ("comm.size == 1", "engine_ms")]
+)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("out[-1, -1] *= 2", "wrong result: an error is"),
+        ("out[0, 0] = np.nan", "wrong result: some of it is not written"),
+    ],
+)
+def test_a_wrong_result_gets_no_time(tmp_path, who, field, what, words):
+    path = tmp_path / "records.json"
+    patch = f"""class Wrong(allgather_gemm.AllGatherGemm):
+    def __call__(self, a, b, *, out):
+        super().__call__(a, b, out=out)
+        comm = self._comm
+        if rank == 1 and {who}: {what}
+        return out
+allgather_gemm.AllGatherGemm = Wrong"""
+    done = patched(patch, f"--json={path}")
+    assert done.returncode == 1
+    assert f"has no {field}: {words}" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "allgather_gemm 96" not in done.stdout
+    assert not path.read_text()
+
+
+@pytest.mark.mpi
+def test_a_baseline_that_fails_is_words(tmp_path):
+    path = tmp_path / "records.json"
+    patch = """def fail(comm):
+    if rank == 1: raise OSError('no library')
+    return baselines.MpiGather(comm)
+baselines.gather_for = fail"""
+    done = patched(patch, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    (record,) = records.read(path)
+    assert record["unfused_ms"] == "OSError: no library"
+    assert "unfused: OSError: no library" in done.stdout
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--shape=1,2", "argument --shape: invalid shape value: '1,2'"),
+        ("--shape=1,2,0", "argument --shape: invalid shape value: '1,2,0'"),
+        ("--repeat=0", "argument --repeat: invalid repeats value: '0'"),
+        ("--dtype=int8", "argument --dtype: invalid choice: 'int8'"),
+    ],
+)
+def test_a_wrong_command_line_is_told_once(option, words):
+    done = bench(option)
+    assert done.returncode == 2
+    assert done.stderr.count("usage:") == 1
+    assert words in done.stderr
+
+
+@pytest.mark.mpi
+def test_what_cannot_be_written_is_told_before_anything_is_measured(tmp_path):
+    done = bench(f"--json={tmp_path}/missing/records.json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith("missing/records.json: No such file or directory\n")
+
+
+@pytest.mark.mpi
+def test_a_missing_matplotlib_is_told_before_anything_is_measured(tmp_path):
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('it is not here')")
+    done = bench("--plot=chart.png", env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "ConfigurationError: rank 0: --plot needs matplotlib (it is not here)" in done.stderr
+    assert "pip install 'mkernel_cp[plot]'" in done.stderr
+
+
+# --- records --------------------------------------------------------------------------------------
+
+COMM = types.SimpleNamespace(
+    size=4, num_nodes=1, target="cuda", device="cuda:0 (NVIDIA H100 80GB HBM3)"
+)
+SHAPE = {"M": 4096, "K": 4096, "N": 1024}
+
+
+def measured(fused=0.25, **others):
+    return {
+        "compute_ms": 0.05,
+        "transfer_ms": 0.07,
+        "engine_ms": 0.06,
+        "unfused_ms": 0.2,
+        "fused_ms": fused,
+        "host_us": {"class": 10.0, "function": 12.0},
+        "rivals": {"PyTorch async-TP": 0.18, "cuBLASMp": "ModuleNotFoundError: ..."},
+        "plan": {"engine": "hopper"},
+        **others,
+    }
+
+
+def record(*repeats):
+    return records.make_record(COMM, "allgather_gemm", SHAPE, "bfloat16", repeats or [measured()])
+
+
+def test_a_record_is_the_median_of_its_repeats():
+    made = record(measured(0.3), measured(0.14), measured(0.1, unfused_ms="it broke"))
+    assert made["fused_ms"] == 0.14
+    assert made["floor_ms"] == 0.07
+    assert made["efficiency"] == 0.5
+    assert made["unfused_ms"] == "it broke"
+    assert made["rivals"] == measured()["rivals"]
+    assert made["card"] == "NVIDIA H100 80GB HBM3"
+    assert (made["routing"], made["engine"]) == (None, "hopper")
+
+
+def test_the_floor_is_the_longer_one():
+    assert record(measured(compute_ms=0.2))["floor_ms"] == 0.2
+    assert record(measured(compute_ms=0.2))["efficiency"] == 0.8
+
+
+@pytest.mark.parametrize("field", ["compute_ms", "engine_ms", "fused_ms"])
+def test_no_record_without_what_it_is_about(field):
+    with pytest.raises(Error, match=f"bfloat16 has no {field}: wrong result"):
+        record(measured(), measured(**{field: "wrong result"}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("operator", "gemm"),
+        ("shape", {"M": 1, "K": 1}),
+        ("shape", {"M": 1, "K": 1, "N": 0}),
+        ("dtype", "int8"),
+        ("world", 0),
+        ("target", "auto"),
+        ("card", ""),
+        ("fused_ms", 0.0),
+        ("fused_ms", float("nan")),
+        ("compute_ms", "words"),
+        ("unfused_ms", ""),
+        ("floor_ms", 0.05),
+        ("efficiency", 0.5),
+        ("host_us", {"class": 1.0}),
+        ("rivals", {"cuBLASMp": None}),
+        ("plan", {"engine": "portable"}),
+        ("versions", {}),
+    ],
+)
+def test_a_record_that_makes_no_sense_is_refused(key, value):
+    wrong = {**record(), key: value}
+    with pytest.raises(ValueError, match=key):
+        records.check_record(wrong)
+
+
+def test_a_record_has_these_keys_and_no_others():
+    for change in (lambda r: r.pop("plan"), lambda r: r.update(more=1)):
+        wrong = copy.copy(record())
+        change(wrong)
+        with pytest.raises(ValueError, match="keys"):
+            records.check_record(wrong)
+
+
+def test_records_survive_a_file(tmp_path):
+    path = tmp_path / "records.json"
+    records.write(path, [record(), record()])
+    assert records.read(path) == [record(), record()]
+    assert [file.name for file in tmp_path.iterdir()] == ["records.json"]
+
+
+def test_a_plan_survives_json():
+    bfloat16 = np.dtype("bfloat16")
+    plan = plan_allgather_gemm(1, (3, 4), 5, 6, bfloat16, bfloat16, False, Options())
+    fields = json.loads(json.dumps(plan.to_json()))
+    assert fields == plan.to_json()
+    restored = {
+        name: np.dtype(value)
+        if name.endswith("dtype")
+        else tuple(value)
+        if isinstance(value, list)
+        else value
+        for name, value in fields.items()
+    }
+    assert AllGatherGemmPlan(**restored) == plan
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
+def test_a_chart(tmp_path):
+    path = tmp_path / "chart.svg"
+    records.check_chart(str(path))
+    records.draw(str(path), [record(), record(measured(unfused_ms="it broke"))])
+    assert "<svg" in path.read_text()
+    with pytest.raises(ValueError, match="use a name that ends in"):
+        records.check_chart("chart.doc")
+
+
+def test_an_earlier_time_is_told_where_there_is_one():
+    bfloat16 = np.dtype("bfloat16")
+    known = baselines.figure("cuBLASMp", 4, (4096, 4096, 1024), bfloat16)
+    assert "0.15 ms in an earlier run on 4 x NVIDIA H100" in known
+    for world, shape, dtype in (
+        (2, (4096, 4096, 1024), bfloat16),
+        (4, (4096, 4096, 1025), bfloat16),
+        (4, (4096, 4096, 1024), np.dtype(np.float32)),
+    ):
+        assert baselines.figure("cuBLASMp", world, shape, dtype) == ""
+
+
+# --- timing ---------------------------------------------------------------------------------------
+
+
+class FakeClock(timing.HostClock):
+    """A device whose calls take what they say, and which at first runs ahead of the host."""
+
+    rounds = 5
+
+    def __init__(self, behind=0):
+        self.now, self.behind, self.delays = 0.0, behind, []
+
+    def delay(self, seconds):
+        self.delays.append(seconds)
+
+    def mark(self):
+        return self.now
+
+    def passed(self, mark):
+        self.behind -= 1
+        return self.behind >= 0
+
+
+def interleaved(comm, behind, milliseconds):
+    with Communicator(comm) as comm:
+        clock = FakeClock(behind if comm.rank == 1 else 0)
+        order = []
+
+        def call(name, number):
+            order.append((name, number))
+            clock.now += 1e-3 * (milliseconds[name] + comm.rank + (10 if number < 2 else 0))
+
+        calls = {name: lambda number, name=name: call(name, number) for name in milliseconds}
+        gate = timing.Gate(comm)
+        return timing.interleaved_ms(comm, clock, gate, calls), order, clock.delays
+
+
+def test_calls_are_interleaved_with_operands_that_change_and_the_slowest_rank_counts():
+    for times, order, delays in mk.LocalWorld(3).run(interleaved, 0, {"a": 1, "b": 2}):
+        assert times == pytest.approx({"a": 1 + 2, "b": 2 + 2})  # not the rounds that warm up
+        rounds = range(timing._WARM_ROUNDS + FakeClock.rounds)
+        assert order == [pair for n in rounds for pair in (("a", n), ("b", n + 1))]
+        assert len(set(delays)) == 1
+
+
+def test_a_round_in_which_a_host_was_late_is_repeated_on_all_ranks():
+    for times, order, delays in mk.LocalWorld(2).run(interleaved, 3, {"a": 1}):
+        assert times == pytest.approx({"a": 1 + 1})
+        assert len(order) == 3 + timing._WARM_ROUNDS + FakeClock.rounds
+        assert [delay / delays[0] for delay in delays[:5]] == [1, 2, 4, 8, 8]
+
+
+def test_a_host_that_is_always_late_is_an_error():
+    with pytest.raises(Error, match="to queue"):
+        mk.LocalWorld(1).run(interleaved_always_late)
+
+
+def interleaved_always_late(comm):
+    with Communicator(comm) as comm:
+        clock = FakeClock(1000)
+        timing.interleaved_ms(comm, clock, timing.Gate(comm), {"a": lambda number: None})
+
+
+def test_a_call_that_waits_for_the_device_is_found():
+    assert timing.is_queued(FakeClock(0), lambda: None)
+    assert not timing.is_queued(FakeClock(1), lambda: None)
+
+
+def test_no_nccl_is_a_configuration_error(monkeypatch):
+    missing = types.SimpleNamespace(available=False)
+
+    def load(name):
+        if name == "cupy.cuda.nccl":
+            return missing
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(baselines.importlib, "import_module", load)
+    with pytest.raises(ConfigurationError, match=r"no nccl\.core.*pip install nvidia-nccl-cu1"):
+        baselines.gather_for(COMM)
