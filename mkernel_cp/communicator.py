@@ -314,6 +314,7 @@ class Communicator:
             progress_timeout_ns=int(self._progress_seconds * 1e9),
             generation=page.generation_word,
             running=page.running_word,
+            looked=page.looked_word,
             counters=page.counters,
             failures=page.failures_word,
             bytes_from_peers=page.bytes_word,

@@ -41,8 +41,9 @@ class SignalPage:
         Number of ranks.
     """
 
-    # generation, failures, bytes_from_peers, running: a line each, as different agents write them.
-    _HEADER_LINES = 4
+    # A line each, as different agents write them: generation, failures, bytes_from_peers, running,
+    # looked.
+    _HEADER_LINES = 5
 
     def __init__(self, segment: Segment, size: int):
         self.segment = segment
@@ -50,6 +51,7 @@ class SignalPage:
         self.failures_word = segment.address + _LINE
         self.bytes_word = segment.address + 2 * _LINE
         self.running_word = segment.address + 3 * _LINE
+        self.looked_word = segment.address + 4 * _LINE
         self.counters = segment.address + self._HEADER_LINES * _LINE
         self.counters_nbytes = 16 * (1 + size)
         self._inbox = self.counters + round_up(self.counters_nbytes, _LINE)

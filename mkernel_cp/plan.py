@@ -421,10 +421,18 @@ def arena_offsets(
 def chunk_shape(
     row_counts: tuple[int, ...], k: int, dtype: np.dtype, chunk_bytes: int | None
 ) -> tuple[int, int]:
-    """Return (rows, k) of a chunk; the same on all ranks, so only from what they agree on."""
-    elements = max(1, (chunk_bytes or 1 << 16) // dtype.itemsize)
-    rows = min(32, max(1, *row_counts), elements)
-    return rows, max(1, min(k, elements // rows))
+    """Return (rows, k) of a chunk; the same on all ranks, so only from what they agree on.
+
+    Chunks start at multiples of 16 bytes of a line, whichever way lines run.
+    """
+    unit = 16 // dtype.itemsize
+    elements = (chunk_bytes or 1 << 16) // dtype.itemsize
+
+    def whole(extent: int, most: int) -> int:
+        return max(1, min(extent, max(unit, most // unit * unit)))
+
+    rows = whole(max(row_counts), min(32, elements))
+    return rows, whole(k, elements // rows)
 
 
 def plan_allgather_gemm(
@@ -472,10 +480,10 @@ def plan_allgather_gemm(
         movers = max(1, min(_MOVERS, capacity // 2, chunks))
         compute = max(1, min(capacity - (movers if ranks > 1 else 0), tiles))
     split = (0 if ranks == 1 else movers, compute)
-    if gpu is not None and compute % chosen.cluster:
+    if gpu is not None and (split[0] % chosen.cluster or compute % chosen.cluster):
         raise ValueError(
-            f"Options(split={options.split}): blocks compute in clusters of {chosen.cluster}; use "
-            "a multiple of that"
+            f"Options(split={options.split}): blocks come in clusters of {chosen.cluster}; use "
+            "multiples of that"
         )
     if gpu is not None and sum(split) > capacity:
         raise ValueError(

@@ -55,8 +55,11 @@ def test_chunks_cover_every_element_once(case):
                 assert piece.size, "an empty chunk"
                 piece += 1
             assert (visits == 1).all()
-        limit = options.chunk_bytes or 1 << 18
-        assert rows * depth == 1 or rows * depth * plan.dtype.itemsize <= limit
+        unit = 16 // plan.dtype.itemsize
+        for extent, whole in ((rows, max(plan.row_counts)), (depth, plan.k)):
+            assert extent % unit == 0 or extent == max(1, whole)
+        least = unit * unit * plan.dtype.itemsize
+        assert rows * depth * plan.dtype.itemsize <= max(options.chunk_bytes or 1 << 16, least)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -146,12 +149,13 @@ def test_compute_agents_share_the_cores_with_the_other_ranks(monkeypatch):
 
 def test_chunks_have_about_the_bytes_that_were_asked_for():
     for dtype in ALLOWED:
+        unit = 16 // dtype.itemsize
         for chunk_bytes in (1, 100, 4096, 1 << 18, 1 << 30):
             rows, k = plans.chunk_shape((500, 700), 3000, dtype, chunk_bytes)
-            most = min(chunk_bytes, min(64, 700) * 3000 * dtype.itemsize)
-            assert rows * k * dtype.itemsize <= max(most, dtype.itemsize)
-            # Whole rows of a chunk are all that rounding may lose.
-            assert (rows + 1) * (k + 1) * dtype.itemsize > most / 2
+            most = min(chunk_bytes, 32 * 3000 * dtype.itemsize)
+            assert rows * k * dtype.itemsize <= max(most, unit * unit * dtype.itemsize)
+            # Whole pieces of 16 bytes are all that rounding may lose.
+            assert (rows + unit) * (k + unit) * dtype.itemsize > most / 2
 
 
 def test_large_extents_do_not_overflow():

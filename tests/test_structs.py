@@ -70,7 +70,7 @@ def compiled(tmp_path_factory, kernels):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_struct_of_the_section_is_mirrored(kind):
     text = re.sub(r"//.*", "", section(KINDS[kind][1]))
-    names = re.findall(r"\bstruct\s+(\w+)\s*\{", text)
+    names = re.findall(r"\bstruct\s+(?:alignas\(\d+\)\s+)?(\w+)\s*\{", text)
     assert names
     assert list(mirrors(kind)) == names
 
@@ -80,7 +80,8 @@ def test_every_member_is_mirrored(kind):
     """Not even one at an end, which would change no offset of another."""
     text = re.sub(r"//.*", "", section(KINDS[kind][1]))
     for struct, mirror in mirrors(kind).items():
-        body = re.search(rf"\bstruct\s+{struct}\s*\{{(.*?)\}}", text, re.DOTALL).group(1)
+        pattern = rf"\bstruct\s+(?:alignas\(\d+\)\s+)?{struct}\s*\{{(.*?)\}}"
+        body = re.search(pattern, text, re.DOTALL).group(1)
         declared = [part.split("[")[0].split()[-1].lstrip("*") for part in body.split(";")[:-1]]
         assert [name for name, _ in mirror._fields_] == declared, struct
 
@@ -97,7 +98,9 @@ def test_sizes_and_offsets_are_the_compilers(compiled, kind, struct):
     }
     assert here == members
     assert ctypes.sizeof(mirror) == size
-    assert ctypes.alignment(mirror) == alignment == 8
+    assert ctypes.alignment(mirror) == 8
+    # What ctypes cannot align better, such as a tensor map, has places that need no padding.
+    assert alignment in (8, 64)
 
 
 @pytest.mark.parametrize("kind", KINDS)

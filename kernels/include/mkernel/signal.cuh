@@ -96,46 +96,50 @@ protected:
 private:
     static constexpr u64 first_look_ns = 20 * nanoseconds_per_microsecond;
     static constexpr u64 look_every_ns = 10 * nanoseconds_per_microsecond;
+    static constexpr u32 spins_per_look = 8;
 
     template <class Check, class Look>
     MK_DEVICE bool poll_alone(Subject subject, u64 goal, const u64* signal, Check check, Look look) {
         interleave();
-        u64 start = 0, next_look = 0;
-        Clock clock{};
-        for (u32 spins = 0;; ++spins) {
-            u64 seen = load_acquire(signal);
-            Poll verdict = check(seen);
-            u64 now = now_ns();
-            if (start == 0) {
-                start = clock.since = now;
-                next_look = now + first_look_ns;
-            }
-            bool looks = verdict == Poll::pending && now >= next_look;
-            if (looks) {
-                next_look = now + look_every_ns;
-                if (load_relaxed(&world_.pages[rank()]->abort)) return give_up();
-                // Everything once more, now that a peer is known to have closed: it may have spoken before that.
-                bool alone = closed(subject.peer);
-                verdict = check(seen = load_acquire(signal));
-                if (verdict == Poll::pending) verdict = look();
-                if (verdict == Poll::pending && alone)
-                    return adopt(subject.peer) ? give_up() : fail(Reason::closed, subject, goal, seen, now - start);
-            }
-            switch (verdict) {
-                case Poll::done: return true;
-                case Poll::refused: return fail(Reason::refused, subject, goal, seen, now - start);
-                case Poll::mismatch: return fail(Reason::mismatch, subject, goal, seen, now - start);
-                case Poll::pending: break;
-            }
+        const u64 start = now_ns();
+        u64 next_look = start + first_look_ns, seen = load_acquire(signal);
+        Poll verdict = check(seen);
+        Clock clock{Phase::outside, start};
+        for (u32 spins = 0; verdict == Poll::pending; ++spins) {
             pause(spins);
-            if (!looks) continue;
-            Phase phase = phase_of(one_of(subject.peer));
+            // An acquire costs more than a load: only for what is new.
+            if (load_relaxed(signal) != seen) {
+                verdict = check(seen = load_acquire(signal));
+                continue;
+            }
+            if (spins % spins_per_look) continue;
+            const u64 now = now_ns();
+            if (now < next_look) continue;
+            next_look = now + look_every_ns;
+            if (load_relaxed(world_.failures)) return give_up();
+            if (!my_look(now)) continue;
+            if (load_relaxed(&world_.pages[rank()]->abort)) return give_up();
+            // Everything once more, now that a peer is known to have closed: it may have spoken before that.
+            const bool alone = closed(subject.peer);
+            verdict = check(seen = load_acquire(signal));
+            if (verdict == Poll::pending) verdict = look();
+            if (verdict != Poll::pending) break;
+            if (alone) return adopt(subject.peer) ? give_up() : fail(Reason::closed, subject, goal, seen, now - start);
+            const Phase phase = phase_of(one_of(subject.peer));
             if (phase != clock.phase) clock = {phase, now};
-            u64 limit = phase == Phase::entered ? world_.progress_timeout_ns : world_.entry_timeout_ns;
+            const u64 limit = phase == Phase::entered ? world_.progress_timeout_ns : world_.entry_timeout_ns;
             if (limit && now - clock.since > limit)
                 return fail(phase == Phase::entered ? Reason::progress_timeout : Reason::entry_timeout, subject, goal,
                             seen, now - start);
         }
+        if (verdict == Poll::done) return true;
+        return fail(verdict == Poll::refused ? Reason::refused : Reason::mismatch, subject, goal, seen, now_ns() - start);
+    }
+
+    // Reads of host memory by all who wait, at once, would slow down the links: one looks for all of this rank.
+    MK_DEVICE bool my_look(u64 now) const {
+        const u64 last = load_relaxed(world_.looked);
+        return now - last >= look_every_ns && compare_exchange(world_.looked, last, now);
     }
 
     // A deadline counts anew when the peer gets further: a rank that plans has not entered, but is there.

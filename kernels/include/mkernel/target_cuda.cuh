@@ -101,6 +101,16 @@ MK_DEVICE u64 exchange(u64* word, u64 value) {
     return old;
 }
 
+// Whether the word was `expected` and is now `value`.
+MK_DEVICE bool compare_exchange(u64* word, u64 expected, u64 value) {
+    u64 old;
+    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(old)
+                 : "l"(word), "l"(expected), "l"(value)
+                 : "memory");
+    return old == expected;
+}
+
 MK_DEVICE u64 now_ns() {
     u64 time;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));

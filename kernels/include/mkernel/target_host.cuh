@@ -64,6 +64,9 @@ inline void store_release(u64* word, u64 value) { __atomic_store_n(word, value, 
 inline void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
 inline u64 fetch_add(u64* word, u64 value) { return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL); }
 inline u64 exchange(u64* word, u64 value) { return __atomic_exchange_n(word, value, __ATOMIC_ACQ_REL); }
+inline bool compare_exchange(u64* word, u64 expected, u64 value) {
+    return __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+}
 
 inline u64 now_ns() { return host::now_ns(); }
 inline void pause(u32 spins) { host::pause(spins); }

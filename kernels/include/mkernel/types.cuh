@@ -90,6 +90,7 @@ struct World {
     u64* generation;          // of the last kernel that ended well
     u64* running;             // the generation of a kernel that has not ended well, or 0
     u64* counters;            // two banks of 1 + size
+    u64* looked;              // when one of the waiting agents last looked at host memory for all
     u64* failures;            // agents whose wait failed: the first one writes the record, and no launch follows
     u64* bytes_from_peers;
     Inbox* inbox;             // [peer]: what the peer tells this rank

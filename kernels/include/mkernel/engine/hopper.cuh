@@ -45,6 +45,10 @@ constexpr u32 consumers = 2;
 constexpr u32 line_bytes = 128;      // of shared memory, within which tensor copies swizzle
 constexpr u32 strip_rows = 64;       // of one matrix instruction
 
+// Registers of a thread: what one warpgroup gives up the others get, and a block waits for ever for more than it has.
+constexpr u32 launch_registers = 65536 / MK_THREADS / 8 * 8, producer_registers = 112, consumer_registers = 192;
+
+static_assert(producer_registers + consumers * consumer_registers <= (1 + consumers) * launch_registers, "registers");
 static_assert(MK_THREADS == 128 * (1 + consumers), "one warpgroup loads and stores, the others multiply");
 static_assert(MK_TILE_ROWS % (cluster * consumers * strip_rows) == 0, "consumers have equal shares of the rows");
 static_assert(cluster == 1 || cluster == 2, "pairs at most");
@@ -349,13 +353,13 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
     if (threadIdx.x == 0) Engine::init(shared, schedule, sink, launch.live());
     Engine::sync();
     if (warpgroup == 0) {
-        ptx::shrink_registers<112>();
+        ptx::shrink_registers<producer_registers>();
         if (threadIdx.x == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
         if (warp > 0 && warp <= consumers) Engine::store(shared, launch.agent().alone(), warp - 1);
         const Scratch rest{scratch.data + sizeof(shared), scratch.bytes - sizeof(shared)};
         if (warp == 1 + consumers && !meanwhile(launch.as(launch.agent().warp()), rest)) Engine::fail(shared);
     } else {
-        ptx::grow_registers<200>();
+        ptx::grow_registers<consumer_registers>();
         Engine::consume(shared, warpgroup - 1, depth);
     }
     Engine::sync();  // no block leaves while its neighbour may still write to it
