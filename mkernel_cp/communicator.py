@@ -986,8 +986,8 @@ class Communicator:
         Error
             The failure of an earlier call, once.
         """
-        if self._closed:
-            return
+        if self._closed or self._process != os.getpid():
+            return  # in a forked child it is its parent's
         pending = self._finish()
         if pending is not None:
             raise pending
