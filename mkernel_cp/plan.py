@@ -3,6 +3,7 @@
 Pure Python: a plan can be made, printed and tested without a device or a compiler.
 """
 
+import json
 import math
 import operator
 import os
@@ -296,8 +297,60 @@ def gpu_tile(
     return tile or portable_tile(dtype, out_dtype, options, gpu.shared_bytes)
 
 
+class PlanFile:
+    """What all plans have: they can be written down, and read by another process."""
+
+    operator: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON has it: dtypes by name, lists for tuples."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, np.dtype):
+                return value.name
+            return list(value) if isinstance(value, tuple) else value
+
+        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file."""
+        text = json.dumps({"operator": self.operator, **self.to_json()}, indent=2)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "PlanFile":
+        """Return the plan that a JSON file holds; ValueError if it holds no such plan.
+
+        Its `options` make an operator choose the same again, which then gives the same bits.
+
+        Examples
+        --------
+        >>> options = AllGatherGemmPlan.load("plan.json").options
+        >>> step = mk.AllGatherGemm(a, b, comm=comm, options=options)
+        """
+
+        def given(value: Any) -> Any:
+            return tuple(value) if isinstance(value, list) else value
+
+        with open(path, encoding="utf-8") as file:
+            try:
+                entries = json.load(file)
+                name = entries.pop("operator")
+                values = {key: given(value) for key, value in entries.items()}
+                for key in ("dtype", "out_dtype"):
+                    values[key] = np.dtype(values[key])
+                if name != cls.operator:
+                    raise ValueError(f"it is one of {name}")
+                return cls(**values)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(
+                    f"{os.fspath(path)} holds no plan of {cls.operator}: {error}"
+                ) from None
+
+
 @dataclass(frozen=True)
-class AllGatherGemmPlan:
+class AllGatherGemmPlan(PlanFile):
     """The plan of `allgather_gemm` on one rank.
 
     Attributes
@@ -322,6 +375,8 @@ class AllGatherGemmPlan:
     shared_bytes : int
         Scratch memory of an agent.
     """
+
+    operator: ClassVar[str] = "allgather_gemm"
 
     rank: int
     row_counts: tuple[int, ...]
@@ -371,15 +426,17 @@ class AllGatherGemmPlan:
             return 0
         return (self.m - self.row_counts[self.rank]) * self.k * self.dtype.itemsize
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON has it: dtypes by name, lists for tuples."""
+    @property
+    def options(self) -> Options:
+        """What makes an operator choose this plan again."""
+        rows, k = self.chunk
+        return Options(self.split, self.tile, rows * round_up(k * self.dtype.itemsize, 16))
 
-        def plain(value: Any) -> Any:
-            if isinstance(value, np.dtype):
-                return value.name
-            return list(value) if isinstance(value, tuple) else value
-
-        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+    @property
+    def memory(self) -> int:
+        """Bytes that this rank shares with its peers for it: landing zones and signals."""
+        signals = sum(map(self.chunks, range(len(self.row_counts))))
+        return self.arena_offsets()[-1] + 8 * signals
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
@@ -431,7 +488,7 @@ def chunk_shape(
     def whole(extent: int, most: int) -> int:
         return max(1, min(extent, max(unit, most // unit * unit)))
 
-    rows = whole(max(row_counts), min(32, elements))
+    rows = whole(max(row_counts), min(32, elements // unit))
     return rows, whole(k, elements // rows)
 
 
