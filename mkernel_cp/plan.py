@@ -20,6 +20,7 @@ _NAMES = ", ".join(dtype.name for dtype in DTYPES)
 _LINE_ALIGNMENT = 128
 # Copying by registers, so many thread blocks fill a link.
 _MOVERS = 20
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -368,8 +369,10 @@ class AllGatherGemmPlan(PlanFile):
         (rows, columns, k) of what is computed at a time.
     cluster : int
         Agents that share a tile.
+    chunk_bytes : int
+        How much a mover was to bring at a time.
     chunk : tuple of int
-        (rows, k) of what a mover brings at a time.
+        (rows, k) of what it does bring.
     split : tuple of int
         (movers, compute): agents per role.
     shared_bytes : int
@@ -389,6 +392,7 @@ class AllGatherGemmPlan(PlanFile):
     engine: str
     tile: tuple[int, int, int]
     cluster: int
+    chunk_bytes: int
     chunk: tuple[int, int]
     split: tuple[int, int]
     shared_bytes: int
@@ -429,8 +433,7 @@ class AllGatherGemmPlan(PlanFile):
     @property
     def options(self) -> Options:
         """What makes an operator choose this plan again."""
-        rows, k = self.chunk
-        return Options(self.split, self.tile, rows * round_up(k * self.dtype.itemsize, 16))
+        return Options(self.split, self.tile, self.chunk_bytes)
 
     @property
     def memory(self) -> int:
@@ -483,7 +486,7 @@ def chunk_shape(
     Chunks start at multiples of 16 bytes of a line, whichever way lines run.
     """
     unit = 16 // dtype.itemsize
-    elements = (chunk_bytes or 1 << 16) // dtype.itemsize
+    elements = (chunk_bytes or _CHUNK_BYTES) // dtype.itemsize
 
     def whole(extent: int, most: int) -> int:
         return max(1, min(extent, max(unit, most // unit * unit)))
@@ -558,6 +561,7 @@ def plan_allgather_gemm(
         engine=chosen.engine if gpu else "host",
         tile=tile,
         cluster=chosen.cluster if gpu else 1,
+        chunk_bytes=options.chunk_bytes or _CHUNK_BYTES,
         chunk=chunk,
         split=split,
         shared_bytes=shared_bytes,
