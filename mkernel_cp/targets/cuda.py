@@ -99,6 +99,7 @@ class CudaTarget:
         self._chain = _chains.setdefault(self._index, _Chain(self._cupy))
         self.shared = len({survey.uuid for survey in surveys}) < len(surveys)
         self.capturing = self.captured = False  # now; ever
+        self._stream: Any = None  # of the call that is made
         self._held: list[Any] = []
         self._maps: dict[Any, tuple[int, ...]] = {}
         self._opened: list[Segment] = []
@@ -365,7 +366,7 @@ class CudaTarget:
 
     def begin(self) -> None:
         """Order what follows on the current stream behind the last launch."""
-        stream = self._current_stream()
+        stream = self._stream = self._current_stream()
         self.capturing = stream.is_capturing()
         # A capture cannot wait for an event from outside it: graphs are the caller's to order.
         if self.capturing:
@@ -374,11 +375,10 @@ class CudaTarget:
             self._chain.follow(stream)
 
     def launch(self, kernel: "Kernel", request: "Request") -> None:
-        """Start a kernel on the current stream; Error if it could not be started."""
-        stream = self._current_stream()
-        kernel.start(request, stream)
+        """Start a kernel on the stream of begin(); Error if it could not be started."""
+        kernel.start(request, self._stream)
         if not self.capturing:
-            self._chain.extend(stream)
+            self._chain.extend(self._stream)
 
     def hold(self, *objects: Any) -> None:
         """Keep what a launch uses for as long as a graph may launch it again."""
