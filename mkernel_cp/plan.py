@@ -373,6 +373,8 @@ class AllGatherGemmPlan(PlanFile):
         How much a mover was to bring at a time.
     chunk : tuple of int
         (rows, k) of what it does bring.
+    phase_k : int
+        So much of k comes from all ranks before more does.
     split : tuple of int
         (movers, compute): agents per role.
     shared_bytes : int
@@ -394,6 +396,7 @@ class AllGatherGemmPlan(PlanFile):
     cluster: int
     chunk_bytes: int
     chunk: tuple[int, int]
+    phase_k: int
     split: tuple[int, int]
     shared_bytes: int
 
@@ -563,9 +566,19 @@ def plan_allgather_gemm(
         cluster=chosen.cluster if gpu else 1,
         chunk_bytes=options.chunk_bytes or _CHUNK_BYTES,
         chunk=chunk,
+        phase_k=_phase_k(k, chunk[1], tiles * (chosen.cluster if gpu else 1) <= compute),
         split=split,
         shared_bytes=shared_bytes,
     )
+
+
+def _phase_k(k: int, chunk_k: int, at_once: bool) -> int:
+    """Return how much of k is to come from all ranks before more does.
+
+    Where all tiles are computed at once, none needs the rows of a rank before those of another, and
+    all get on with each piece of k; else tiles of one rank come before those of the next.
+    """
+    return chunk_k if at_once else round_up(max(1, k), chunk_k)
 
 
 def _host_shared_bytes(tile: tuple[int, ...], dtype: np.dtype, out_dtype: np.dtype) -> int:

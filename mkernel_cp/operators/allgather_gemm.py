@@ -243,6 +243,7 @@ class AllGatherGemm:
                 k=plan.k,
                 chunk_rows=plan.chunk[0],
                 chunk_k=plan.chunk[1],
+                phase_k=plan.phase_k,
                 arrived=base.address,
                 **{name: array.address for name, array in self._arrays.items()},
             ),
