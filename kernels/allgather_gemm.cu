@@ -34,7 +34,7 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
                 Lines rows{static_cast<u8*>(self.at(peer, theirs.operand)), i64(theirs.operand_pitch)};
                 if (plan.n > 0) landing.pull(courier, peer, rows, phase, OwnRowsFirst::group * plan.tile.rows);
             }
-        courier.finish();
+        landing.finish(courier);
         for (u64 peer : RingOrder(rank, size)) self.have_read(peer, self.members());
         return self.live();
     };

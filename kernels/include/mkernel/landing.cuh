@@ -41,8 +41,15 @@ public:
             i64 bytes = run.size() * i64(sizeof(T));
             courier.send(part(to, lines, run), part(from, lines, run), lines.size(), bytes,
                          &plan_.arrived[chunk.index]);
-            if (launch_.agent().lane() == 0) fetch_add(launch_.world().bytes_from_peers, u64(lines.size() * bytes));
+            pulled_ += u64(lines.size() * bytes);
         }
+    }
+
+    // The end of all pulling of this agent.
+    template <bool aligned>
+    MK_DEVICE void finish(Courier<aligned>& courier) {
+        courier.finish();
+        if (launch_.agent().lane() == 0) fetch_add(launch_.world().bytes_from_peers, pulled_);
     }
 
     // Of k: what is pulled of all ranks before more is. One at least, in which there may be nothing to pull.
@@ -54,26 +61,39 @@ public:
         if (source == known_.source && rows.begin == known_.first_row && rows.end <= known_.last_row &&
             k.begin >= known_.first_k && k.end <= known_.last_k)
             return true;
-        i64 panels = ceil_div(plan_.k, plan_.chunk_k), last_k = k.begin;
-        for (i64 j = k.begin / plan_.chunk_k; j * plan_.chunk_k < k.end; ++j) {
-            for (i64 i = rows.begin / plan_.chunk_rows; i * plan_.chunk_rows < rows.end; ++i) {
-                i64 index = plan_.first_chunk[source] + i * panels + j;
-                Subject subject{Awaited::arrival, everyone, u64(index)};
-                if (!launch_.wait(who, &plan_.arrived[index], 1, subject)) return false;
-            }
-            last_k = (j + 1) * plan_.chunk_k;
-        }
-        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(k.begin), u32(last_k)};
-        return true;
+        bool all = who.lanes() == 1;  // mostly they are here, and loads that do not wait for each other find that out
+        each_chunk(source, rows, k, [&](i64 index) {
+            all = launch_.sees(&plan_.arrived[index], 1) && all;
+            return true;
+        });
+        if (all) acquire_seen();
+        else if (!each_chunk(source, rows, k, [&](i64 index) {
+                     return launch_.wait(who, &plan_.arrived[index], 1, {Awaited::arrival, everyone, u64(index)});
+                 }))
+            return false;
+        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(k.begin),
+                  u32(ceil_div(k.end, plan_.chunk_k) * plan_.chunk_k)};
+        return launch_.live();
     }
 
 private:
+    // visit(index) for the signals of the chunks that hold these rows and this part of k, until one returns false.
+    template <class Visit>
+    MK_DEVICE bool each_chunk(u64 source, Range rows, Range k, Visit visit) const {
+        const i64 panels = ceil_div(plan_.k, plan_.chunk_k);
+        for (i64 j = k.begin / plan_.chunk_k; j * plan_.chunk_k < k.end; ++j)
+            for (i64 i = rows.begin / plan_.chunk_rows; i * plan_.chunk_rows < rows.end; ++i)
+                if (!visit(plan_.first_chunk[source] + i * panels + j)) return false;
+        return true;
+    }
+
     static MK_DEVICE Lines part(Lines lines, Range which, Range run) {
         return {lines.data + which.begin * lines.pitch + run.begin * i64(sizeof(T)), lines.pitch};
     }
 
     Launch& launch_;
     const LandingPlan& plan_;
+    u64 pulled_ = 0;  // bytes
     struct {
         u32 source, first_row, last_row, first_k, last_k;
     } known_ = {~u32(0), 0, 0, 0, 0};
