@@ -57,10 +57,10 @@ MUTANTS = {
         "if (seen >= refused) return Poll::refused;\n                return load",
         "return load",
     ),
-    "signals that are not there yet": Mutant(
-        H + "landing.cuh",
-        "all = launch_.sees(&plan_.arrived[index], 1) && all;",
-        "all = launch_.sees(&plan_.arrived[index], 0) && all;",
+    "signals of an earlier call": Mutant(
+        H + "signal.cuh",
+        "return load_ahead(signal) >= target(progress);",
+        "return load_ahead(signal) > 0;",
     ),
     "chunks that nobody brings": Mutant(
         H + "landing.cuh",
