@@ -28,14 +28,16 @@ public:
         const Matrix& rows = plan_.rows[source];
         const i64 stride = plan_.by_columns ? rows.column_stride : rows.row_stride;
         const Lines to{static_cast<u8*>(rows.data), stride * i64(sizeof(T))};
+        const bool first = launch_.agent().lane() == 0;
         for (i64 i = i64(launch_.member()); i < chunks; i += i64(launch_.members())) {
             Chunk chunk{source, block(i / panels, plan_.chunk_rows, rows_of(source)),
                         block(i % panels, plan_.chunk_k, plan_.k), plan_.first_chunk[source] + i};
             Range lines = plan_.by_columns ? chunk.k : chunk.rows, run = plan_.by_columns ? chunk.rows : chunk.k;
             i64 bytes = run.size() * i64(sizeof(T));
+            const Span span(launch_, first, Traced::copy, source, u64(lines.size() * bytes), u64(chunk.index));
             courier.send(part(to, lines, run), part(from, lines, run), lines.size(), bytes,
                          &plan_.arrived[chunk.index]);
-            if (launch_.agent().lane() == 0) fetch_add(launch_.world().bytes_from_peers, u64(lines.size() * bytes));
+            if (first) fetch_add(launch_.world().bytes_from_peers, u64(lines.size() * bytes));
         }
         courier.finish();
     }
