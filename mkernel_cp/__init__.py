@@ -22,6 +22,7 @@ from .kernel import Kernel, Module
 from .local_world import LocalWorld
 from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
 from .plan import Options
+from .trace import trace
 
 __version__ = "0.1.0"
 
@@ -46,4 +47,5 @@ __all__ = [
     "__version__",
     "allgather_gemm",
     "include_dir",
+    "trace",
 ]

@@ -35,6 +35,7 @@ from .memory import Heap, Segment, SegmentTable, round_up
 from .reference import array_split_counts
 from .targets import cuda
 from .targets.host import HostTarget
+from .trace import current as current_trace
 from .watcher import Watcher
 
 logger = logging.getLogger("mkernel_cp")
@@ -707,6 +708,12 @@ class Communicator:
         """Bytes that kernels have brought here from peers, as they counted them."""
         return self._machine.word(self._signal_pages[self.rank].bytes_word)
 
+    @property
+    def generation(self) -> int:
+        """Of the last call or agreement that this rank has made."""
+        self._signals.refresh()
+        return self._signals.generation
+
     def prepare(self, kernel: Any, params: ctypes.Structure, agents: int, shared_bytes: int) -> Any:
         """Return the launch struct for a kernel; keeps `params` alive."""
         delays = self.hooks.delay_ns, self.hooks.seed
@@ -725,6 +732,9 @@ class Communicator:
 
     def run(self, kernel: Any, request: Any, what: str) -> None:
         """Launch; raise what any rank raised in it as far as this target waits for that."""
+        trace = current_trace()
+        if trace is not None and not self._machine.capturing:
+            kernel = trace.variant(self, kernel, request, what)
         generation = self._signals.generation + 1
         self._pages[self.rank].set_text(generation, what)
         try:
@@ -833,6 +843,15 @@ class Communicator:
                 )
             self._kernels[kernel] = self._machine.kernel(kernel)
         return self._kernels[kernel]
+
+    def source_of(self, loaded: Any) -> Kernel:
+        """Return what `load` has made a kernel of."""
+        return next(source for source, known in self._kernels.items() if known is loaded)
+
+    def record_in(self, address: int) -> None:
+        """Tell traced kernels where their ``Trace`` struct lies."""
+        self._world.trace = address
+        self._world_constant.update()
 
     def _argument(self, value: Any) -> bytes:
         """Return the 8 bytes by which a kernel gets an argument."""
@@ -976,7 +995,10 @@ class Communicator:
         """
         if self._closed or self._process != os.getpid():
             return  # in a forked child it is its parent's
-        pending = self._finish()
+        try:
+            self._leave_trace(together=True)
+        finally:
+            pending = self._finish()
         if pending is not None:
             raise pending
 
@@ -994,6 +1016,11 @@ class Communicator:
         finally:
             self._leave()
 
+    def _leave_trace(self, *, together: bool) -> None:
+        trace = current_trace()
+        if trace is not None:
+            trace.collect(self, together=together)
+
     def _wait_for_all(self) -> None:
         try:
             self._machine.wait()
@@ -1007,6 +1034,7 @@ class Communicator:
         if value is None:
             self.close()
         elif not self._closed:
+            self._leave_trace(together=False)
             self._finish()
 
     def _dismantle(self) -> None:

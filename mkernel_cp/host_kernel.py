@@ -27,7 +27,11 @@ class HostKernel:
     ----------
     params_bytes : int
         Size of the struct that it takes.
+    parts : int
+        Of an agent, that record in a trace by themselves.
     """
+
+    parts = 1
 
     def __init__(
         self,

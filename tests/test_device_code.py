@@ -3,6 +3,8 @@
 import itertools
 import os
 import re
+import shutil
+import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -79,15 +81,72 @@ def test_compiles_as_device_code_without_spills(built, name, architecture, macro
     assert found is None, found
 
 
+def hopper(types, cluster):
+    """The macros of the engine `hopper`."""
+    tile = {"MK_CLUSTER": cluster, "MK_TILE_ROWS": 128 * cluster, "MK_TILE_COLUMNS": 256}
+    macros = {"MK_ENGINE_HOPPER": 1, "MK_THREADS": 384, **tile}
+    return macros | {"MK_TYPE": types[0], "MK_OUT_TYPE": types[1]}
+
+
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("types", [pair for pair in TYPES if "16" in pair[0]], ids="-".join)
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_with_the_hopper_engine(name, types, cluster):
     """Neither serialised multiplies nor a dropped setmaxnreg, which ptxas only mentions."""
-    tile = {"MK_CLUSTER": cluster, "MK_TILE_ROWS": 128 * cluster, "MK_TILE_COLUMNS": 256}
-    macros = {"MK_ENGINE_HOPPER": 1, "MK_THREADS": 384, **tile}
-    macros |= {"MK_TYPE": types[0], "MK_OUT_TYPE": types[1]}
-    found = complaint(*compile_kernel(name, "sm_90a", macros), name)
+    found = complaint(*compile_kernel(name, "sm_90a", hopper(types, cluster)), name)
+    assert found is None, found
+
+
+# Architecture, macros.
+TRACED = {
+    "portable": ("sm_80", MACROS["bfloat16-bfloat16"]),
+    "portable, double": ("sm_90a", MACROS["double-double"]),
+    "hopper": ("sm_90a", hopper(("bfloat16", "float"), 1)),
+    "hopper, cluster": ("sm_90a", hopper(("float16", "float16"), 2)),
+}
+
+
+@pytest.mark.parametrize("variant", TRACED)
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_for_a_trace(name, variant):
+    architecture, macros = TRACED[variant]
+    found = complaint(*compile_kernel(name, architecture, {**macros, "MK_TRACE": 1}), name)
+    assert found is None, found
+
+
+@pytest.mark.parametrize("variant", ["portable", "hopper"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_without_a_trace_the_machine_code_is_that_of_sources_without_spans(name, variant, tmp_path):
+    shutil.copytree(compiler.kernels_dir(), tmp_path / "kernels")
+    line = re.compile(r".*(\bSpan \w+\(|\b(computed|stored|span)\.\w+\().*\n")
+    removed = 0
+    for header in (tmp_path / "kernels" / "include").rglob("*.cuh"):
+        if header.name != "trace.cuh":
+            text, count = line.subn("\n", header.read_text())
+            header.write_text(text)
+            removed += count
+    assert removed > 10
+    whole = compile_kernel(name, *TRACED[variant])[0]
+    with compiler.using_kernels(tmp_path / "kernels"):
+        without = compile_kernel(name, *TRACED[variant])[0]
+    assert machine_code(whole, name) == machine_code(without, name)
+
+
+def machine_code(cubin, entry):
+    """The instructions of a kernel: its section of an ELF file of 64 bits."""
+    (table,), (count, names) = (
+        struct.unpack_from("<Q", cubin, 40),
+        struct.unpack_from("<HH", cubin, 60),
+    )
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + 64 * i) for i in range(count)]
+    for name, _, _, _, start, size in headers:
+        if cubin[headers[names][4] + name :].startswith(b".text." + entry.encode() + b"\0"):
+            return cubin[start : start + size]
+    raise AssertionError(f"no code of {entry}")
+
+
+def test_the_clocks_kernel_compiles():
+    found = complaint(*compile_kernel("read_clock", "sm_80", {}), "read_clock")
     assert found is None, found
 
 

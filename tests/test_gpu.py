@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import time
 
 import ml_dtypes
@@ -102,6 +103,42 @@ def test_a_module_for_another_target_or_gpu_is_refused(tmp_path):
             comm.launch(mk.Module(path, arch="sm_120").kernel("nothing"), 1)
 
     worlds.run(1, program)
+
+
+@pytest.mark.gpu(world=2)
+@pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16])
+def test_a_trace_has_all_ranks_on_one_clock(tmp_path, dtype):
+    def program(comm):
+        a, b, _ = operands(comm, 700, 256, 300, dtype=dtype)
+        step = mk.AllGatherGemm(a, b, comm=comm)
+        untraced = step(a, b)
+        with mk.trace(tmp_path / "trace.json"):
+            for _ in range(3):
+                out = step(a, b)
+        np.testing.assert_array_equal(worlds.get(comm, out), worlds.get(comm, untraced))
+        plans = comm.agree("plans", lambda: step.plan)
+        if comm.rank > 0:
+            return
+        file = json.loads((tmp_path / "trace.json").read_text())
+        spans = [event for event in file["traceEvents"] if event["ph"] == "X"]
+        copies = [span for span in spans if span["cat"] == "copy"]
+        copied = sum(span["args"]["bytes"] for span in copies)
+        assert copied == 3 * sum(plan.bytes_from_peers for plan in plans)
+        for kind in ("compute", "store"):
+            areas = [
+                np.diff([s["args"]["rows"], s["args"]["columns"]])
+                for s in spans
+                if s["cat"] == kind
+            ]
+            assert sum(map(np.prod, areas)) == 3 * sum(plan.m * plan.n for plan in plans)
+        begins = {
+            (s["pid"], s["args"]["generation"]): s["ts"] for s in spans if s["cat"] == "launch"
+        }
+        for copy in copies:
+            args, microseconds = copy["args"], 20  # by which clocks may be off
+            assert copy["ts"] > begins[args["source"], args["generation"]] - microseconds
+
+    worlds.run(2, program)
 
 
 # --- operands -------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ _GRAIN = 1 << 21
 _OLDEST = (8, 0)
 _PER_THREAD = 2  # the address of the default stream of each thread
 _MOST_MAPS = 1024  # that are kept
+_CLOCK_TRIPS = 8
 _TELL_SECONDS = 30.0  # after which a wait says whom it is for
 _UNCHANGED = contextlib.nullcontext()
 _CLOSED_AND_UNMAPPED = 2
@@ -207,6 +208,22 @@ class CudaTarget:
         self._runtime.memcpyAsync(ctypes.addressof(value), address, 8, to_host, self._side.ptr)
         self._side.synchronize()
         return value.value
+
+    def clocks(self) -> tuple[int, int]:
+        """Return what the kernels' clock and the host's monotonic one show now, in nanoseconds."""
+        self.wait()
+        clock = self.kernel(kernel.Kernel(str(compiler.kernel_source("read_clock")), "read_clock"))
+        now = self.constant(np.zeros(1, np.uint64))
+        request = clock.request(ctypes.c_uint64(now.address), 1, 1, 0, 0)
+        answers = []
+        for _ in range(_CLOCK_TRIPS):
+            begun = time.monotonic_ns()
+            clock.start(request, self._side)
+            self._side.synchronize()
+            ended = time.monotonic_ns()
+            answers.append((ended - begun, self.word(now.address), (begun + ended) // 2))
+        _, kernels, host = min(answers)  # of the shortest trip
+        return kernels, host
 
     def upload(self, address: int, data: Any) -> None:
         """Copy a ctypes object or NumPy array to kernels' memory; return when it is there."""
@@ -578,20 +595,28 @@ class Request:
 
     Attributes
     ----------
-    grid, shared_bytes : int
+    agents, shared_bytes : int
     arguments : int
         Address of the array of pointers to the parameters.
     """
 
-    def __init__(self, params: ctypes.Structure, grid: int, shared_bytes: int):
-        self.grid, self.shared_bytes = grid, shared_bytes
+    def __init__(self, params: ctypes.Structure, agents: int, shared_bytes: int):
+        self.agents, self.shared_bytes = agents, shared_bytes
         self._params = copy.copy(params)  # of its own, as a request may be kept
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self.arguments = ctypes.addressof(self._pointers)
 
 
 class Kernel:
-    """A kernel, loaded."""
+    """A kernel, loaded.
+
+    Attributes
+    ----------
+    params_bytes : int
+        Size of the struct that it takes.
+    parts : int
+        Of an agent, that record in a trace by themselves: see ``Agent::part``.
+    """
 
     def __init__(self, cupy: Any, driver: Any, gpu: plan.Gpu, path: Any, name: str):
         self._driver, self._gpu, self._name = driver, gpu, name
@@ -601,6 +626,7 @@ class Kernel:
         _, self.params_bytes = _check(driver, driver.cuFuncGetParamInfo(self._function, 0))
         # The kernel's launch bounds are the threads that it is written for.
         self._threads = self._attribute("MAX_THREADS_PER_BLOCK")
+        self.parts = 3 + -(-self._threads // 128)
         self._cluster = max(1, self._attribute("REQUIRED_CLUSTER_WIDTH"))
 
     def _attribute(self, name: str) -> int:
@@ -639,7 +665,7 @@ class Kernel:
     def start(self, request: Request, stream: Any) -> None:
         """Start it on a stream; Error if the driver refuses."""
         (status,) = self._driver.cuLaunchCooperativeKernel(
-            *(self._function, request.grid, 1, 1, self._threads, 1, 1, request.shared_bytes),
+            *(self._function, request.agents, 1, 1, self._threads, 1, 1, request.shared_bytes),
             *(stream.ptr, request.arguments),
         )
         if status:

@@ -6,6 +6,7 @@ It also says what the members of a target are.
 import contextlib
 import ctypes
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,6 +83,11 @@ class HostTarget:
     def word(self, address: int) -> int:
         """Return a word of kernels' memory, when what was launched is over."""
         return int(ctypes.cast(address, _u64)[0])
+
+    def clocks(self) -> tuple[int, int]:
+        """Return what the kernels' clock and the host's monotonic one show now, in nanoseconds."""
+        now = time.monotonic_ns()
+        return now, now
 
     # --- arrays -----------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ public:
         const Matrix& rows = plan_.rows[source];
         const i64 stride = plan_.by_columns ? rows.column_stride : rows.row_stride;
         const Lines to{static_cast<u8*>(rows.data), stride * i64(sizeof(T))};
+        const bool leads = launch_.agent().lane() == 0;
         for (u32 i = u32(launch_.member()); i < blocks * depth; i += u32(launch_.members())) {
             const u32 begin = i / (group * depth) * group, height = blocks - begin < group ? blocks - begin : group;
             const u32 row = begin + (i - begin * depth) % height, panel = first + (i - begin * depth) / height;
@@ -39,6 +40,7 @@ public:
                         plan_.first_chunk[source] + i64(row) * panels + panel};
             Range lines = plan_.by_columns ? chunk.k : chunk.rows, run = plan_.by_columns ? chunk.rows : chunk.k;
             i64 bytes = run.size() * i64(sizeof(T));
+            const Span span(launch_, leads, Traced::copy, source, u64(lines.size() * bytes), u64(chunk.index));
             courier.send(part(to, lines, run), part(from, lines, run), lines.size(), bytes,
                          &plan_.arrived[chunk.index]);
             pulled_ += u64(lines.size() * bytes);

@@ -3,7 +3,7 @@
 // Every wait ends: with the signal, at a deadline, or because another rank or agent has failed.
 #pragma once
 
-#include "types.cuh"
+#include "trace.cuh"
 
 namespace mk {
 
@@ -45,6 +45,7 @@ class Context {
 public:
     MK_DEVICE Context(World* world, u64 role)
         : world_(*world), generation_(*world->generation + 1), role_(role), agent_(Agent::current()) {
+        const Span span(*this, agent_.lane() == 0, Traced::enter, rank());
         live_ = agent_.broadcast(enter());
     }
 
@@ -52,6 +53,7 @@ public:
     MK_DEVICE const Agent& agent() const { return agent_; }
     MK_DEVICE u64 rank() const { return world_.rank; }
     MK_DEVICE u64 size() const { return world_.size; }
+    MK_DEVICE u64 role() const { return role_; }
     MK_DEVICE u64 generation() const { return generation_; }
     MK_DEVICE u64 target(u64 progress) const { return generation_ << 32 | progress; }
 
@@ -73,9 +75,11 @@ public:
     // The same with a condition of the caller's on the signal's value, and one that is looked at now and then.
     template <class Check, class Look>
     MK_DEVICE bool poll(const Agent& who, Subject subject, u64 goal, const u64* signal, Check check, Look look) {
+        Span span(*this, who.lane() == 0, Traced::wait, subject.peer, u64(subject.awaited), subject.index);
         bool verdict = live_ && who.lane() == 0 && poll_alone(subject, goal, signal, check, look);
         verdict = who.broadcast(verdict);
         live_ = live_ && verdict;
+        span.succeeded(verdict);
         return verdict;
     }
 

@@ -40,6 +40,8 @@ public:
 
     MK_DEVICE u32 index() const { return blockIdx.x; }
     MK_DEVICE u32 count() const { return gridDim.x; }
+    // Of a block, that acts by itself: a warp of the first warpgroup, or another warpgroup.
+    MK_DEVICE u32 part() const { return threadIdx.x < 128 ? threadIdx.x / 32 : 3 + threadIdx.x / 128; }
     MK_DEVICE u32 lane() const { return lane_; }
     MK_DEVICE u32 lanes() const { return lanes_; }
     MK_DEVICE Scratch scratch() const {

@@ -33,6 +33,7 @@ public:
 
     u32 index() const { return self_->team->index; }
     u32 count() const { return self_->team->count; }
+    u32 part() const { return 0; }
     u32 lane() const { return lanes_ == 1 ? 0 : self_->index; }
     u32 lanes() const { return lanes_; }
     Scratch scratch() const { return self_->team->scratch; }

@@ -81,6 +81,27 @@ struct HostPage {
     Record by_watcher;
 };
 
+// A span of time that an agent, or a part of one, has recorded.
+struct TraceEvent {
+    u64 kind;
+    u64 role;
+    u64 generation;
+    u64 begin_ns;
+    u64 end_ns;  // 0: not yet
+    u64 failed;
+    u64 peer;
+    u64 values[2];
+};
+
+// Where traced launches record: each part of each agent has a track, with a count and slots; what finds no slot is
+// counted all the same.
+struct Trace {
+    u64 parts;
+    u64 capacity;
+    u64* recorded;       // [agent * parts + part]
+    TraceEvent* events;  // [(agent * parts + part) * capacity]
+};
+
 // A communicator, as its kernels see it. Arrays have one entry per rank.
 struct World {
     u64 rank;
@@ -99,6 +120,7 @@ struct World {
     void** segments;          // [segment * size + rank]
     u64 delay_seed;           // test hook: each agent starts up to delay_ns[its role] late
     u64 delay_ns[4];
+    Trace* trace;             // of traced launches
 };
 
 // How many agents each role gets.

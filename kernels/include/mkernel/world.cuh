@@ -53,6 +53,7 @@ public:
     // The end of a launch for one agent. The last of them waits until no peer needs this rank's operand any more, so that
     // the caller may overwrite it, and then makes the generation count. An agent that has failed is not counted.
     MK_DEVICE void finish() {
+        const Span span(*this, agent().lane() == 0, Traced::finish, rank());
         agent().sync();
         if (!live() || agent().lane() != 0) return;
         if (fetch_add(counter(0), 1) + 1 != agent().count()) return;

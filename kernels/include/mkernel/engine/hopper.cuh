@@ -147,6 +147,10 @@ public:
         return tile.rows.size() <= consumer * consumer_rows;
     }
 
+    static MK_DEVICE Tile half(const Tile& tile, u32 consumer) {
+        return {tile.source, part_of(tile.rows, consumer * consumer_rows, consumer_rows), tile.columns};
+    }
+
     template <class Source, class Gate>
     static MK_DEVICE void produce(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
                                   const Matrix& b, const Gate& gate) {
@@ -177,7 +181,7 @@ public:
         }
     }
 
-    static MK_DEVICE void consume(Shared& shared, u32 consumer, i64 depth) {
+    static MK_DEVICE void consume(Shared& shared, const Launch& launch, u32 consumer, i64 depth) {
         const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
         const u32 panels = u32(ceil_div(depth, k));
         const u64 a_first = A::descriptor(shared.a[0] + consumer * consumer_rows * line_bytes);
@@ -197,10 +201,12 @@ public:
                 continue;
             }
             float sums[blocks][columns / 2];
+            Span computed(launch, threadIdx.x % 128 == 0, Traced::compute, half(share(whole), consumer));
             u32 previous = 0;
 #pragma unroll 1
             for (u32 panel = 0; panel < panels; ++panel) {
                 ptx::wait(&shared.loaded[turn.slot], turn.parity);
+                if (panel == 0) computed.begin();
                 ptx::multiply_fence();
                 MK_UNROLL
                 for (u32 step = 0; step < k / 16; ++step)
@@ -271,7 +277,8 @@ public:
         for (u32 i = threadIdx.x % 32; i < 16 * strip_columns; i += 32) to[i] = value;
     }
 
-    static MK_DEVICE void store(Shared& shared, const Agent& alone, u32 consumer) {
+    static MK_DEVICE void store(Shared& shared, const Launch& launch, u32 consumer) {
+        const Agent alone = launch.agent().alone();
         const Sink& sink = shared.sink;
         const u32 lane = threadIdx.x % 32;
         Turn<strips> turn, oldest;
@@ -286,6 +293,7 @@ public:
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
             if (idle(tile, consumer)) continue;
+            Span stored(launch, lane == 0, Traced::store, half(tile, consumer));
 #pragma unroll 1
             for (u32 i = 0; i < blocks * columns / strip_columns; ++i, turn.advance()) {
                 const u32 row = consumer * consumer_rows + i * strip_columns / columns * strip_rows;
@@ -296,6 +304,7 @@ public:
                 const bool empty = part.rows.size() <= 0 || part.columns.size() <= 0;
                 const TensorMap* map = empty ? nullptr : sink.map(part, strip_rows);
                 ptx::wait(&shared.ready[consumer][turn.slot], turn.parity);
+                if (i == 0) stored.begin();
                 if (map && lane == 0) {
                     ptx::acquire_map(map);
                     ptx::store_box(map, staged, i32(part.columns.begin), i32(sink.first_row(part)));
@@ -355,12 +364,12 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers>();
         if (threadIdx.x == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
-        if (warp > 0 && warp <= consumers) Engine::store(shared, launch.agent().alone(), warp - 1);
+        if (warp > 0 && warp <= consumers) Engine::store(shared, launch, warp - 1);
         const Scratch rest{scratch.data + sizeof(shared), scratch.bytes - sizeof(shared)};
         if (warp == 1 + consumers && !meanwhile(launch.as(launch.agent().warp()), rest)) Engine::fail(shared);
     } else {
         ptx::grow_registers<consumer_registers>();
-        Engine::consume(shared, warpgroup - 1, depth);
+        Engine::consume(shared, launch, warpgroup - 1, depth);
     }
     Engine::sync();  // no block leaves while its neighbour may still write to it
     if (shared.failed) launch.drop();

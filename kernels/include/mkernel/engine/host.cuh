@@ -88,9 +88,11 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         for (i64 i = first; i < rows; i += step)
             for (i64 j = 0; j < columns; ++j) sums[i * pitch + j] = 0;
         bool arrived = launch.live();
+        Span computed(launch, agent.lane() == 0, Traced::compute, tile);
         for (Range panel : Blocks(depth, shape.k)) {
             arrived = arrived && gate(agent, tile, panel);
             if (!arrived) break;
+            if (panel.begin == 0) computed.begin();
             Block a_block = block_of<T>(source(tile), tile.rows.begin, panel.begin);
             Block b_block = block_of<T>(b, panel.begin, tile.columns.begin);
             if (agent.lane() == 0) {
@@ -107,6 +109,8 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
             for (i64 j = 0; j < columns; ++j)
                 staged[i * pitch + j] = arrived ? sink.transform(sums[i * pitch + j]) : not_a_number<Out>();
         agent.sync();
+        computed.end();
+        const Span stored(launch, agent.lane() == 0, Traced::store, tile);
         sink.deliver(agent, tile, staged, pitch);
         agent.sync();  // the staged tile is stored
     }

@@ -288,6 +288,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
                     Operand<T>::of(b.data, b.column_stride, b.row_stride, tile.columns)};
         }
         Product<T> product;
+        Span computed(launch, agent.lane() == 0, Traced::compute, tile);
         for (i32 panel = live ? -stages : panels; panel < panels; ++panel) {
             if (panel > -stages) {
                 ptx::copy_async_wait<stages - 2>();
@@ -321,6 +322,8 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
             staged[row * Shape::staged_pitch + column] = live ? sink.transform(sum) : not_a_number<Out>();
         });
         agent.sync();
+        computed.end();
+        const Span stored(launch, agent.lane() == 0, Traced::store, task.tile);
         sink.deliver(agent, task.tile, staged, Shape::staged_pitch);
         agent.sync();  // the staged tile is stored
     }

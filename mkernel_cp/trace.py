@@ -1,0 +1,458 @@
+"""`trace`: what fused calls do, and when, as a file for Perfetto or chrome://tracing."""
+
+import contextlib
+import contextvars
+import dataclasses
+import enum
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from . import errors, structs
+from .failure import Awaited, Role
+
+logger = logging.getLogger("mkernel_cp")
+
+_LAUNCHES = 0  # the thread of the file that shows whole launches
+# Parts of a compute agent of engine/hopper.cuh, as Agent::part() counts them.
+_HOPPER_PARTS = ("producer", "storer 0", "storer 1", "courier", "consumer 0", "consumer 1")
+_AWAITED = {
+    Awaited.CALL: "call of rank {peer}",
+    Awaited.ARRIVAL: "chunk {index} of rank {peer}",
+    Awaited.READ: "rank {peer} to have read",
+    Awaited.TURN: "turn",
+}
+
+
+class Kind(enum.IntEnum):
+    """What a span tells of, as in trace.cuh."""
+
+    ENTER = 1
+    WAIT = 2
+    COPY = 3
+    COMPUTE = 4
+    STORE = 5
+    FINISH = 6
+
+
+@contextlib.contextmanager
+def trace(path: str | os.PathLike[str], *, capacity: int = 2048) -> Iterator[None]:
+    """Write a timeline of all fused calls that this thread makes while the context lasts.
+
+    The file opens in https://ui.perfetto.dev or chrome://tracing. A process of it is a rank, a
+    thread an agent in its role, or a part of one; a span says what was waited for, copied, computed
+    or stored, and for how long.
+
+    All ranks of a communicator trace the same calls: the first one of them, and the end of the
+    context (or of the communicator, if that is earlier), are collective.
+
+    Parameters
+    ----------
+    path : path
+        The file, which rank 0 writes at the end; it replaces one that is there. Ranks that share no
+        communicator need files of their own.
+    capacity : int, optional
+        Spans that a thread can record. Further ones are counted, and the file says how many.
+
+    Raises
+    ------
+    ConfigurationError
+        By the first call, on all ranks, if rank 0 cannot write the file; nothing has run then.
+    ConcurrentCallError
+        Within another trace.
+
+    Notes
+    -----
+    Traced kernels are compiled apart, by their first call. They do the same work in the same order,
+    a little slower. CUDA graphs are not traced, neither what they capture nor what they replay.
+
+    Times are those of one clock, the host's: each rank finds out at the start and at the end what
+    its kernels' clock is off from it, by a few kernels that do nothing else (on the host target it
+    is the same one). On GPUs that is right to a few microseconds. `portable` engines wait for the
+    panels of a tile while they compute it, so these waits lie within. Where a GPU's copy engine
+    brings the chunks, several are under way: a span ends when the last piece of its chunk has been
+    asked for.
+
+    Where the context is left by an exception, or a call has failed, no rank waits for another: each
+    writes its own spans, rank 0 to `path`, others beside it, as to ``trace.rank1.json``.
+
+    Examples
+    --------
+    >>> with mk.trace("trace.json"):
+    ...     mk.allgather_gemm(a, b, comm=comm)
+    """
+    outer = _current.get()
+    if outer is not None:
+        raise errors.ConcurrentCallError(
+            f"trace({os.fspath(path)!r}) within trace({str(outer.path)!r}): one at a time; leave "
+            "that first"
+        )
+    if not isinstance(capacity, int | np.integer) or capacity < 1:
+        raise ValueError(f"capacity={capacity!r}: use an integer of at least 1")
+    this = Trace(Path(path), int(capacity))
+    token = _current.set(this)
+    try:
+        yield
+    except BaseException:
+        this.end(together=False)
+        raise
+    else:
+        this.end(together=True)
+    finally:
+        _current.reset(token)
+
+
+def current() -> "Trace | None":
+    """Return the trace that this thread is in, if any."""
+    return _current.get()
+
+
+@dataclass
+class _RankTrace:
+    """What one rank has recorded.
+
+    Attributes
+    ----------
+    rank : int
+    device : str
+    calls : dict of int to tuple
+        Per generation, what was called, and whether by the engine `hopper`.
+    tracks : list of (int, int, array)
+        Agent, part, and spans in the order of their beginnings.
+    lost : list of (int, int, int)
+        Agent, part, and how many spans found no room.
+    clocks : list of (int, int)
+        What the kernels' clock and the host's showed at the same time, at the start and the end.
+    """
+
+    rank: int
+    device: str
+    calls: dict[int, tuple[str, bool]] = dataclasses.field(default_factory=dict)
+    tracks: list[tuple[int, int, np.ndarray]] = dataclasses.field(default_factory=list)
+    lost: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    clocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+
+class _Book:
+    """Tracks for so many agents and parts, in memory of the kernels."""
+
+    def __init__(self, machine: Any, agents: int, parts: int, capacity: int):
+        mk = structs.shared()
+        self.agents, self.parts = agents, parts
+        tracks, self._event = agents * parts, np.dtype(mk.TraceEvent)
+        self._machine = machine
+        self._recorded = machine.empty((tracks,), np.dtype(np.uint64))
+        machine.zero(self._recorded)
+        size = self._event.itemsize
+        self._events = machine.empty((tracks, capacity, size), np.dtype(np.uint8))
+        self._trace = machine.constant(
+            mk.Trace(
+                parts=parts,
+                capacity=capacity,
+                recorded=machine.shadow(self._recorded).ctypes.data,
+                events=machine.shadow(self._events).ctypes.data,
+            )
+        )
+        self.address = self._trace.address
+
+    def read_into(self, to: _RankTrace) -> None:
+        """Add what has been recorded; all launches are over."""
+        recorded = self._machine.asnumpy(self._recorded).astype(int)
+        capacity = self._events.shape[1]
+        most = min(capacity, recorded.max(initial=0))
+        events = self._machine.asnumpy(self._events[:, :most])
+        for track, count in enumerate(recorded):
+            agent, part = divmod(track, self.parts)
+            if count:
+                spans = events[track, : min(count, capacity)].copy().view(self._event)
+                to.tracks.append((agent, part, spans.reshape(-1)))
+            if count > capacity:
+                to.lost.append((agent, part, int(count) - capacity))
+
+
+class _Recorder:
+    """What one communicator records in a trace."""
+
+    def __init__(self, comm: Any, capacity: int):
+        self._capacity = capacity
+        self._books: list[_Book] = []
+        self._trace = _RankTrace(comm.rank, comm.device)
+        self._trace.clocks.append(comm.machine.clocks())
+
+    def expect(self, comm: Any, agents: int, parts: int) -> None:
+        """Have room for a launch of so many agents."""
+        if self._books:
+            last = self._books[-1]
+            if last.agents >= agents and last.parts >= parts:
+                return
+            agents, parts = max(agents, last.agents), max(parts, last.parts)
+        self._books.append(_Book(comm.machine, agents, parts, self._capacity))
+        comm.record_in(self._books[-1].address)
+
+    def note(self, generation: int, what: str, hopper: bool) -> None:
+        """Say what is called in a generation."""
+        self._trace.calls[generation] = what, hopper
+
+    def read(self, comm: Any) -> _RankTrace:
+        """Return all that was recorded, and let go of the memory."""
+        with contextlib.suppress(errors.Error):  # the call that has failed raises it
+            comm.machine.wait()
+        comm.record_in(0)
+        for book in self._books:
+            book.read_into(self._trace)
+        self._books.clear()
+        self._trace.clocks.append(comm.machine.clocks())
+        return self._trace
+
+
+class Trace:
+    """A trace that lasts.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+    capacity : int
+        Spans of a track.
+    """
+
+    def __init__(self, path: Path, capacity: int):
+        self.path = path
+        self._capacity = capacity
+        self._file: TextIO | None = None  # of a rank 0
+        self._recorders: dict[Any, _Recorder] = {}
+        self._gathered: list[list[_RankTrace]] = []  # per communicator
+
+    def variant(self, comm: Any, kernel: Any, request: Any, what: str) -> Any:
+        """Return the kernel that is to run in place of another: it records what it does."""
+        source = comm.source_of(kernel)
+        source = dataclasses.replace(source, defines=(*source.defines, ("MK_TRACE", "1")))
+        recorder = self._recorders.get(comm)
+        if recorder is None:
+
+            def begin() -> None:
+                if comm.rank == 0:
+                    self._open()
+                comm.load(source)  # here, where no deadline counts
+
+            comm.agree("trace()", begin)
+            recorder = self._recorders[comm] = _Recorder(comm, self._capacity)
+        traced = comm.load(source)
+        capacity = traced.capacity(request.shared_bytes)
+        if request.agents > capacity:
+            raise errors.ConfigurationError(
+                f"{what} has {request.agents} agents, and {comm.device} runs {capacity} at a time "
+                "when it is traced: pass Options(split=...) with fewer"
+            )
+        recorder.expect(comm, request.agents, traced.parts)
+        recorder.note(comm.generation + 1, what, "MK_ENGINE_HOPPER" in dict(source.defines))
+        comm.machine.begin()  # behind what the agreement has queued
+        return traced
+
+    def _open(self) -> None:
+        """Open the file, for this trace alone."""
+        if self._file is not None:
+            return
+        try:
+            file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise errors.ConfigurationError(
+                f"cannot write the trace to {self.path}: {error.strerror}; give trace() a path "
+                "that rank 0 can write"
+            ) from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise errors.ConfigurationError(
+                f"another trace is being written to {self.path}: give the ranks of each "
+                "communicator a path of their own"
+            ) from None
+        self._file = file
+
+    def collect(self, comm: Any, *, together: bool) -> None:
+        """Take what a communicator has recorded; collective if `together`, and none has failed."""
+        recorder = self._recorders.pop(comm, None)
+        if recorder is None:
+            return
+        try:
+            own = recorder.read(comm)
+        except Exception as error:
+            if together:
+                raise
+            logger.warning("rank %d: the trace is lost: %s", comm.rank, error)
+            return
+        if not together or comm.closed:
+            self._gathered.append([own])
+            return
+        try:
+            ranks = comm.agree("the end of trace()", lambda: own)
+        except BaseException:
+            self._gathered.append([own])
+            raise
+        if comm.rank == 0:
+            self._gathered.append(ranks)
+
+    def end(self, *, together: bool) -> None:
+        """Collect what is left, and write the file."""
+        try:
+            for comm in list(self._recorders):
+                self.collect(comm, together=together)
+        finally:
+            self._recorders.clear()
+            try:
+                self._write()
+            except OSError as error:
+                if together:
+                    raise
+                logger.warning("cannot write the trace to %s: %s", self.path, error)
+
+    def _write(self) -> None:
+        if self._file is None and self._gathered:  # what could not be handed to rank 0
+            rank = self._gathered[0][0].rank
+            name = f"{self.path.stem}.rank{rank}{self.path.suffix}"
+            self._file = open(self.path.with_name(name), "a", encoding="utf-8")  # noqa: SIM115
+        if self._file is None:
+            return
+        with self._file as file:
+            file.truncate(0)
+            json.dump(_chrome_trace(self._gathered), file, separators=(",", ":"))
+
+
+def _chrome_trace(gathered: list[list[_RankTrace]]) -> dict[str, Any]:
+    """Return the JSON object of a file, in the format of Chrome's trace events."""
+    traces = [(number, one) for number, ranks in enumerate(gathered) for one in ranks]
+    times = [[_host_ns(one, spans) for *_, spans in one.tracks] for _, one in traces]
+    origin = min((int(a.min()) for tracks in times for a, _ in tracks), default=0)
+    events: list[dict[str, Any]] = []
+    lost: list[dict[str, Any]] = []
+    for process, ((number, one), tracks) in enumerate(zip(traces, times, strict=True)):
+        first = sum(len(ranks) for ranks in gathered[:number])
+        pid = process if first else one.rank
+        name = f"rank {one.rank} ({one.device})"
+        if len(gathered) > 1:
+            name = f"communicator {number}, {name}"
+        events.append(_metadata("process_name", pid, name=name))
+        events.append(_metadata("process_sort_index", pid, sort_index=pid))
+        events += _Process(pid, one, [(a - origin, b - origin) for a, b in tracks]).events()
+        lost += [
+            {"rank": one.rank, "agent": agent, "part": part, "spans": count}
+            for agent, part, count in one.lost
+        ]
+    if lost:
+        logger.warning("the trace lacks spans that found no room: trace(capacity=) makes more")
+    other = {"clock": "host, CLOCK_MONOTONIC", "origin_ns": origin, "lost": lost}
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
+
+
+def _metadata(kind: str, pid: int, tid: int = _LAUNCHES, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _host_ns(one: _RankTrace, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return when spans began and ended by the host's clock."""
+    (kernels, host), (last_kernels, last_host) = one.clocks[0], one.clocks[-1]
+    elapsed = last_kernels - kernels
+    drift = (last_host - host - elapsed) / elapsed if elapsed > 0 else 0.0
+
+    def convert(times: np.ndarray) -> np.ndarray:
+        since = times.astype(np.int64) - kernels
+        return host + since + (since * drift).astype(np.int64)
+
+    begin = convert(spans["begin_ns"])
+    unfinished = spans["end_ns"] == 0
+    return begin, np.where(unfinished, begin, convert(spans["end_ns"]))
+
+
+class _Process:
+    """One rank's part of the file."""
+
+    def __init__(self, pid: int, one: _RankTrace, times: list[tuple[np.ndarray, np.ndarray]]):
+        self._pid, self._one, self._times = pid, one, times
+        # A wait for a chunk does not know whose it is; who copies it does.
+        self._sources = {
+            (span["generation"], span["values"][1]): span["peer"]
+            for *_, spans in one.tracks
+            for span in spans[spans["kind"] == Kind.COPY]
+        }
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return everything of the rank: names of threads, launches, spans."""
+        threads: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
+        launches: dict[int, tuple[int, int]] = {}
+        for (agent, part, spans), (begins, ends) in zip(self._one.tracks, self._times, strict=True):
+            for span, begin, end in zip(spans, begins.tolist(), ends.tolist(), strict=True):
+                generation = int(span["generation"])
+                first, last = launches.get(generation, (begin, end))
+                launches[generation] = min(first, begin), max(last, end)
+                role = Role(span["role"])
+                hopper = self._call(generation)[1] and role is Role.COMPUTE
+                name = _HOPPER_PARTS[part] if hopper else f"part {part}" if part else ""
+                event = self._event(span, begin, end)
+                threads.setdefault((agent, int(role), name), []).append(event)
+        lanes = {generation: self._call(generation)[0] for generation in launches}
+        events = [_metadata("thread_name", self._pid, name="launches")]
+        events += [
+            self._complete(lanes[generation], begin, end, {"generation": generation}, _LAUNCHES)
+            for generation, (begin, end) in launches.items()
+        ]
+        for tid, (agent, role, name) in enumerate(sorted(threads), _LAUNCHES + 1):
+            thread = f"{Role(role).name.lower()} {agent}"
+            thread += f": {name}" if name else ""
+            events.append(_metadata("thread_name", self._pid, tid, name=thread))
+            events.append(_metadata("thread_sort_index", self._pid, tid, sort_index=tid))
+            events += [{**event, "tid": tid} for event in threads[agent, role, name]]
+        return events
+
+    def _call(self, generation: int) -> tuple[str, bool]:
+        return self._one.calls.get(generation, ("launch", False))
+
+    def _event(self, span: Any, begin: int, end: int) -> dict[str, Any]:
+        kind, generation = Kind(span["kind"]), int(span["generation"])
+        first, second = (int(value) for value in span["values"])
+        args: dict[str, Any] = {"generation": generation}
+        name = kind.name.lower()
+        peer: Any = int(span["peer"])
+        if kind is Kind.WAIT:
+            awaited = Awaited(first)
+            if awaited is Awaited.ARRIVAL:
+                peer = int(self._sources.get((span["generation"], second), peer))
+                args["chunk"] = second
+            peer = "?" if peer >> 63 else peer
+            args |= {"for": awaited.name.lower(), "peer": peer}
+            name += ": " + _AWAITED[awaited].format(peer=peer, index=second)
+        elif kind is Kind.COPY:
+            args |= {"source": peer, "bytes": first, "chunk": second}
+            name += f": chunk {second} of rank {peer}"
+        elif kind in (Kind.COMPUTE, Kind.STORE):
+            rows, columns = (divmod(value, 1 << 32) for value in (first, second))
+            args |= {"source": peer, "rows": rows, "columns": columns}
+            name += ": rows {}:{} of rank {}, columns {}:{}".format(*rows, peer, *columns)
+        if span["failed"]:
+            args["failed"] = True
+        if span["end_ns"] == 0:
+            args["unfinished"] = True
+        return self._complete(name, begin, end, args, cat=kind.name.lower())
+
+    def _complete(
+        self,
+        name: str,
+        begin: int,
+        end: int,
+        args: dict[str, Any],
+        tid: int = _LAUNCHES,
+        cat: str = "launch",
+    ) -> dict[str, Any]:
+        where = {"pid": self._pid, "tid": tid}
+        times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+        return {"name": name, "cat": cat, "ph": "X", **times, **where, "args": args}
+
+
+# Ranks may be threads: each has its own.
+_current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace", default=None)
