@@ -21,6 +21,8 @@ from .errors import (
 from .kernel import Kernel, Module
 from .local_world import LocalWorld
 from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
+from .operators.gemm_allreduce import GemmAllReduce, gemm_allreduce
+from .operators.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
 from .plan import Options
 
 __version__ = "0.1.0"
@@ -34,6 +36,8 @@ __all__ = [
     "ConcurrentCallError",
     "ConfigurationError",
     "Error",
+    "GemmAllReduce",
+    "GemmReduceScatter",
     "Kernel",
     "LocalWorld",
     "Module",
@@ -45,5 +49,7 @@ __all__ = [
     "TimeoutError",
     "__version__",
     "allgather_gemm",
+    "gemm_allreduce",
+    "gemm_reduce_scatter",
     "include_dir",
 ]

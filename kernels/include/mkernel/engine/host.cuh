@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../landing.cuh"
-#include "../sink.cuh"
+#include "../reduction.cuh"
 
 #if defined(__SANITIZE_THREAD__)
 #define MK_NO_THREAD_SANITIZER __attribute__((no_sanitize("thread"), noinline))
@@ -64,9 +64,11 @@ MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64
 }
 
 // Multiplies the tiles of a schedule, `depth` terms each.
-//   source(tile)             Matrix&: the rows of A of the tile's rank
+//   source(tile)             Rows: those of A
 //   gate(agent, tile, panel) bool: that piece has arrived; false: the launch is to end
-//   sink                     transform(sum) -> Type; deliver(agent, tile, staged, pitch) takes the finished tile
+//   sink                     finishing(agent, tile), once the sums are there, may wait. What it returns says whether it is
+//                            `ready`, and makes the tile's elements: (place, sum) -> Type; place is where the engine stages
+//                            that element, the same on every rank. deliver(agent, tile, staged, pitch) takes the tile
 //   meanwhile(launch, scratch) bool: what a part of the agent does beside it, or, as here, the agent before; whether all
 //                            went well
 // After a failure every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/plan.py.
@@ -91,7 +93,8 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         for (Range panel : Blocks(depth, shape.k)) {
             arrived = arrived && gate(agent, tile, panel);
             if (!arrived) break;
-            Block a_block = block_of<T>(source(tile), tile.rows.begin, panel.begin);
+            const Rows from = source(tile);
+            Block a_block = block_of<T>(from.matrix, from.first, panel.begin);
             Block b_block = block_of<T>(b, panel.begin, tile.columns.begin);
             if (agent.lane() == 0) {
                 announce_reads<T>(a_block, rows, panel.size());
@@ -103,9 +106,13 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
             multiply_add(sums, a_panel, b_panel, rows, columns, panel.size(), shape.k, pitch, first, step);
             agent.sync();  // all have used the panels
         }
+        const auto finish = sink.finishing(agent, tile);
+        arrived = arrived && finish.ready;
         for (i64 i = first; i < rows; i += step)
-            for (i64 j = 0; j < columns; ++j)
-                staged[i * pitch + j] = arrived ? sink.transform(sums[i * pitch + j]) : not_a_number<Out>();
+            for (i64 j = 0; j < columns; ++j) {
+                const i64 place = i * pitch + j;
+                staged[place] = arrived ? finish(u32(place), sums[place]) : not_a_number<Out>();
+            }
         agent.sync();
         sink.deliver(agent, tile, staged, pitch);
         agent.sync();  // the staged tile is stored

@@ -4,7 +4,7 @@
 
 #include "../landing.cuh"
 #include "../ptx.cuh"
-#include "../sink.cuh"
+#include "../reduction.cuh"
 
 namespace mk {
 namespace engine {
@@ -283,8 +283,10 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
 
     for (Tile tile : schedule) {
         if (agent.lane() == 0) {
-            const Matrix& a = source(tile);
-            task = {tile, Operand<T>::of(a.data, a.row_stride, a.column_stride, tile.rows),
+            const Rows from = source(tile);
+            const Matrix& a = from.matrix;
+            const Range rows{from.first, from.first + tile.rows.size()};
+            task = {tile, Operand<T>::of(a.data, a.row_stride, a.column_stride, rows),
                     Operand<T>::of(b.data, b.column_stride, b.row_stride, tile.columns)};
         }
         Product<T> product;
@@ -317,8 +319,11 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
         agent.sync();
 
         Out* staged = reinterpret_cast<Out*>(ring);
+        const auto finish = sink.finishing(agent, task.tile);
+        live = live && finish.ready;
         product.each([&](u32 row, u32 column, Accumulator<T> sum) {
-            staged[row * Shape::staged_pitch + column] = live ? sink.transform(sum) : not_a_number<Out>();
+            const u32 place = row * Shape::staged_pitch + column;
+            staged[place] = live ? finish(place, sum) : not_a_number<Out>();
         });
         agent.sync();
         sink.deliver(agent, task.tile, staged, Shape::staged_pitch);
