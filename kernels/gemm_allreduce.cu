@@ -36,10 +36,14 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     };
     auto greet = [&](Launch self) { return self.member() > 0 || self.greet(p.message); };
     auto collect = [&] {
-        Sums<OutType> sums(launch, plan);
-        for (Range stripe : Blocks(reduction.n, plan.stripe))
-            for (Tile tile : RingTiles(grid(stripe), {1, size}, launch.member(), launch.members()))
-                sums.collect(tile, store);
+        const Sums<OutType> sums(plan);
+        RingTiles::Grid parts = grid({0, 0});
+        parts.tile.rows = reduction.part_rows;
+        for (Range stripe : Blocks(reduction.n, plan.stripe)) {
+            parts.columns = stripe;
+            for (Tile part : RingTiles(parts, {1, size}, launch.member(), launch.members()))
+                sums.collect(launch, part, store);
+        }
     };
 
     if (launch.is(Role::mover)) {
@@ -60,11 +64,11 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
             const RingTiles of_peers(grid(stripe), {1, size}, agent, agents, before);
             const RingTiles own(grid(stripe), {0, 1}, agent, agents, before + of_peers.count());
             engine::gemm<Type>(launch, of_peers, reduction.tile, reduction.k, source, p.b, gate,
-                               Push<PartialType>(launch, reduction), [&](Launch self, Scratch) {
+                               Push<PartialType>(reduction), [&](Launch self, Scratch) {
                                    return movers || stripe.begin > 0 || greet(self);
                                });
             engine::gemm<Type>(launch, own, reduction.tile, reduction.k, source, p.b, gate,
-                               SumForAll<OutType, PartialType>(launch, plan, store), nothing);
+                               SumForAll<OutType, Accumulator<Type>, PartialType>(plan, store), nothing);
             before += of_peers.count() + own.count();
         } while (next * plan.stripe < reduction.n);
         if (!movers) collect();

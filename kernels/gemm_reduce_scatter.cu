@@ -44,10 +44,10 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
         auto gate = [](const Agent&, Tile, Range) { return true; };
         auto nothing = [](Launch self, Scratch) { return self.live(); };
 
-        engine::gemm<Type>(launch, of_peers, plan.tile, plan.k, source, p.b, gate, Push<PartialType>(launch, plan),
+        engine::gemm<Type>(launch, of_peers, plan.tile, plan.k, source, p.b, gate, Push<PartialType>(plan),
                            [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
         engine::gemm<Type>(launch, own, plan.tile, plan.k, source, p.b, gate,
-                           Sum<OutType, PartialType>(launch, plan, Store<OutType>(p.c, own_rows)), nothing);
+                           Sum<OutType, Accumulator<Type>, PartialType>(plan, Store<OutType>(p.c, own_rows)), nothing);
     }
 
     launch.finish();

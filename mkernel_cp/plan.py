@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from .memory import round_up
+from .reference import accumulator_dtype
 
 DTYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
 _NAMES = ", ".join(dtype.name for dtype in DTYPES)
@@ -140,9 +141,9 @@ class HostTile:
         return accumulators * max(4, dtype.itemsize) + rows * columns * out_dtype.itemsize
 
     @property
-    def staged_elements(self) -> int:
-        """Elements of a finished tile as it is staged."""
-        return self.tile[0] * self.tile[1]
+    def part_rows(self) -> int:
+        """Rows of a finished tile that are delivered together."""
+        return self.tile[0]
 
     def defines(self, dtype: np.dtype) -> dict[str, int]:
         """Return no macros: the tile is a run-time value."""
@@ -181,13 +182,12 @@ class PortableTile:
         """Return the shared memory of a thread block: the panels, or in their place the result."""
         rows, columns, k = self.tile
         ring = self.stages * (rows + columns) * k * dtype.itemsize
-        return max(ring, self.staged_elements * out_dtype.itemsize)
+        return max(ring, rows * (columns + 8) * out_dtype.itemsize)
 
     @property
-    def staged_elements(self) -> int:
-        """Elements of a finished tile as it is staged, with the gaps between its rows."""
-        rows, columns, _ = self.tile
-        return rows * (columns + 8)
+    def part_rows(self) -> int:
+        """Rows of a finished tile that are delivered together."""
+        return self.tile[0]
 
     def defines(self, dtype: np.dtype) -> dict[str, int]:
         """Return the macros that say so; none for what the header takes by itself."""
@@ -479,11 +479,14 @@ class GemmReduceScatterPlan(GemmPlan):
     ----------
     transfer_dtype : numpy.dtype
         Of partial sums on their way.
+    part_rows : int
+        Rows of a tile that are pushed and added together.
     zones : tuple of (int, int)
         (slots, bytes of one) of each landing zone, on every rank alike.
     """
 
     transfer_dtype: np.dtype
+    part_rows: int
     zones: tuple[tuple[int, int], ...]
 
     operator: ClassVar[str] = "gemm_reduce_scatter"
@@ -716,7 +719,8 @@ def plan_reduction(
         tile=chosen.tile,
         cluster=chosen.cluster,
         split=split,
-        shared_bytes=chosen.shared_bytes(dtype, wider(out_dtype, transfer_dtype)),
+        shared_bytes=chosen.shared_bytes(dtype, accumulator_dtype(dtype)),
+        part_rows=chosen.part_rows,
         zones=reduction_zones(kind, row_counts, n, out_dtype, transfer_dtype, chosen),
         **more,
     )
@@ -732,19 +736,16 @@ def reduction_zones(
 ) -> tuple[tuple[int, int], ...]:
     """Return (slots, bytes of one) of each landing zone: what all ranks have at the same places.
 
-    The partial sums of each peer for the tiles of the rank that owns most; for `gemm_allreduce`
-    also the sums of all tiles. No slot is used twice in a call, so none is waited for.
+    The partial sums of each peer for the parts of the rank that owns most; for `gemm_allreduce`
+    also the sums of all. No slot is used twice in a call, so none is waited for.
     """
-    tiles = tile_counts(row_counts, n, chosen.tile)
-    partial = round_up(chosen.staged_elements * transfer_dtype.itemsize, _LINE_ALIGNMENT)
-    partials = ((len(row_counts) - 1) * max(tiles), partial)
+    rows, columns = chosen.part_rows, chosen.tile[1]
+    parts = tile_counts(row_counts, n, (rows, columns, 0))
+
+    def slot_bytes(dtype: np.dtype) -> int:
+        return round_up(rows * columns * dtype.itemsize, _LINE_ALIGNMENT)
+
+    partials = (len(row_counts) - 1) * max(parts), slot_bytes(transfer_dtype)
     if kind is not GemmAllReducePlan:
         return (partials,)
-    rows, columns, _ = chosen.tile
-    whole = round_up(rows * columns * out_dtype.itemsize, _LINE_ALIGNMENT)
-    return partials, (sum(tiles), whole)
-
-
-def wider(one: np.dtype, other: np.dtype) -> np.dtype:
-    """Return the dtype of more bytes."""
-    return max(one, other, key=lambda dtype: dtype.itemsize)
+    return partials, (sum(parts), slot_bytes(out_dtype))

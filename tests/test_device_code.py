@@ -12,7 +12,7 @@ from mkernel_cp import compiler
 
 pytestmark = pytest.mark.nvrtc
 
-KERNELS = ("allgather_gemm",)
+KERNELS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
 ARCHITECTURES = ("sm_80", "sm_90a")
 TYPES = [
     ("bfloat16", "bfloat16"),

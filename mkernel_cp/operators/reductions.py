@@ -8,7 +8,7 @@ import numpy as np
 from .. import plan as plans
 from .. import structs
 from ..communicator import Arena
-from ..reference import array_split_counts
+from ..reference import accumulator_dtype, array_split_counts
 from . import operands
 from .gemm import GemmOperator, GemmSpec
 
@@ -74,7 +74,7 @@ class ReductionOperator(GemmOperator):
         )
 
     def _staged_dtype(self) -> np.dtype:
-        return plans.wider(self._spec.out_dtype, self._spec.transfer_dtype)
+        return accumulator_dtype(self._spec.dtype)
 
     def _defines(self) -> dict[str, Any]:
         transfer = plans.cpp_type(self._spec.transfer_dtype)
@@ -91,6 +91,7 @@ class ReductionOperator(GemmOperator):
             n=plan.n,
             k=plan.k,
             tile=structures.TileShape(*plan.tile),
+            part_rows=plan.part_rows,
             row_start=self._constant("row_start", np.array(plan.row_start, np.int64)),
             partials=self._zone(arena, 0),
         )

@@ -36,6 +36,7 @@ class Courier;
 class Completed {
     MK_DEVICE Completed() {}
     friend class Pending;
+    friend class Writes;
     template <bool>
     friend class Courier;
 };

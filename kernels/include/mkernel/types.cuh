@@ -169,8 +169,9 @@ struct GemmReduceScatterPlan {
     i64 n;
     i64 k;  // of this rank
     TileShape tile;
+    i64 part_rows;      // of a tile, that are pushed and added together
     i64* row_start;     // [rank]: the first of the rows that it owns, and the total behind the last
-    ZonePlan partials;  // [ring distance from the owner - 1][tile of the owner]
+    ZonePlan partials;  // [ring distance from the owner - 1][part of the owner's tiles]
 };
 
 struct GemmReduceScatterParams {
@@ -187,7 +188,7 @@ struct GemmReduceScatterParams {
 struct GemmAllReducePlan {
     GemmReduceScatterPlan reduction;
     i64 stripe;     // columns that are summed and handed out before the next ones
-    ZonePlan sums;  // [tile, counted over all owners]
+    ZonePlan sums;  // [part, counted over all owners]
 };
 
 struct GemmAllReduceParams {

@@ -66,9 +66,10 @@ MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64
 // Multiplies the tiles of a schedule, `depth` terms each.
 //   source(tile)             Rows: those of A
 //   gate(agent, tile, panel) bool: that piece has arrived; false: the launch is to end
-//   sink                     finishing(agent, tile), once the sums are there, may wait. What it returns says whether it is
-//                            `ready`, and makes the tile's elements: (place, sum) -> Type; place is where the engine stages
-//                            that element, the same on every rank. deliver(agent, tile, staged, pitch) takes the tile
+//   sink                     transform(sum) -> Type, an element as it is staged. Then, for a tile or a part of one:
+//                            begin(launch, part), which may wait; deliver(launch, piece, staged) for all pieces of it, with
+//                            where they lie: staged(row, column) -> Type*, free again when it returns; end(launch, part,
+//                            the proof that deliver() gave)
 //   meanwhile(launch, scratch) bool: what a part of the agent does beside it, or, as here, the agent before; whether all
 //                            went well
 // After a failure every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/plan.py.
@@ -106,16 +107,12 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
             multiply_add(sums, a_panel, b_panel, rows, columns, panel.size(), shape.k, pitch, first, step);
             agent.sync();  // all have used the panels
         }
-        const auto finish = sink.finishing(agent, tile);
-        arrived = arrived && finish.ready;
         for (i64 i = first; i < rows; i += step)
-            for (i64 j = 0; j < columns; ++j) {
-                const i64 place = i * pitch + j;
-                staged[place] = arrived ? finish(u32(place), sums[place]) : not_a_number<Out>();
-            }
+            for (i64 j = 0; j < columns; ++j)
+                staged[i * pitch + j] = arrived ? sink.transform(sums[i * pitch + j]) : not_a_number<Out>();
         agent.sync();
-        sink.deliver(agent, tile, staged, pitch);
-        agent.sync();  // the staged tile is stored
+        sink.begin(launch, tile);
+        sink.end(launch, tile, sink.deliver(launch, tile, Staged<Out>{staged, pitch}));
     }
 }
 

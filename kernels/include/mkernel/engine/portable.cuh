@@ -319,15 +319,13 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
         agent.sync();
 
         Out* staged = reinterpret_cast<Out*>(ring);
-        const auto finish = sink.finishing(agent, task.tile);
-        live = live && finish.ready;
         product.each([&](u32 row, u32 column, Accumulator<T> sum) {
-            const u32 place = row * Shape::staged_pitch + column;
-            staged[place] = live ? finish(place, sum) : not_a_number<Out>();
+            staged[row * Shape::staged_pitch + column] = live ? sink.transform(sum) : not_a_number<Out>();
         });
         agent.sync();
-        sink.deliver(agent, task.tile, staged, Shape::staged_pitch);
-        agent.sync();  // the staged tile is stored
+        if (!live) launch.drop();
+        live = sink.begin(launch, task.tile);
+        sink.end(launch, task.tile, sink.deliver(launch, task.tile, Staged<Out>{staged, Shape::staged_pitch}));
     }
 }
 
