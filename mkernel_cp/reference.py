@@ -370,14 +370,14 @@ def gemm_reduce_scatter(
     order = [(rank + step) % ranks for step in range(ranks)]
     a64 = [a_blocks[r][rows].astype(np.float64) for r in order]
     b64 = [b_blocks[r].astype(np.float64) for r in order]
-    product = _accurate_product if dtype == _FLOAT64 else np.matmul
     with np.errstate(all="ignore"):
-        value = product(np.hstack(a64), np.vstack(b64))
+        whole = np.hstack(a64), np.vstack(b64)
+        value = _accurate_product(*whole) if dtype == _FLOAT64 else np.matmul(*whole)
         bound = unit_roundoff(output) * np.abs(value)
         bound += float(ml_dtypes.finfo(output).smallest_subnormal) / 2
         total = np.zeros_like(value)
         for step, (a, b) in enumerate(zip(a64, b64, strict=True)):
-            partial = product(a, b)
+            partial = a @ b
             total += partial
             bound += _accumulation_bound(a, b, accumulator)
             if step > 0:
