@@ -52,10 +52,15 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     }
 
     if (launch.is(Role::compute)) {
+        auto multiply = [&](const RingTiles& tiles, auto sink, auto meanwhile) {
+            engine::gemm<Type>(
+                launch, tiles, reduction.tile, reduction.k,
+                /* source */ [&](Tile t) -> Rows { return {p.a, reduction.row_start[t.source] + t.rows.begin}; }, p.b,
+                /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
+        };
         const u64 agent = launch.member() / engine::cluster, agents = launch.members() / engine::cluster;
-        auto source = [&](Tile t) -> Rows { return {p.a, reduction.row_start[t.source] + t.rows.begin}; };
-        auto gate = [](const Agent&, Tile, Range) { return true; };
-        auto nothing = [](Launch self, Scratch) { return self.live(); };
+        const Push<PartialType> push(reduction);
+        const SumForAll<OutType, Accumulator<Type>, PartialType> sum(plan, store);
 
         u64 before = 0;  // tiles of what is done
         i64 next = 0;
@@ -63,12 +68,8 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
             const Range stripe = block(next++, plan.stripe, reduction.n);
             const RingTiles of_peers(grid(stripe), {1, size}, agent, agents, before);
             const RingTiles own(grid(stripe), {0, 1}, agent, agents, before + of_peers.count());
-            engine::gemm<Type>(launch, of_peers, reduction.tile, reduction.k, source, p.b, gate,
-                               Push<PartialType>(reduction), [&](Launch self, Scratch) {
-                                   return movers || stripe.begin > 0 || greet(self);
-                               });
-            engine::gemm<Type>(launch, own, reduction.tile, reduction.k, source, p.b, gate,
-                               SumForAll<OutType, Accumulator<Type>, PartialType>(plan, store), nothing);
+            multiply(of_peers, push, [&](Launch self, Scratch) { return movers || stripe.begin > 0 || greet(self); });
+            multiply(own, sum, [](Launch self, Scratch) { return self.live(); });
             before += of_peers.count() + own.count();
         } while (next * plan.stripe < reduction.n);
         if (!movers) collect();

@@ -34,20 +34,23 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     if (launch.is(Role::mover) && !greet(launch)) launch.drop();
 
     if (launch.is(Role::compute)) {
+        auto multiply = [&](const RingTiles& tiles, auto sink, auto meanwhile) {
+            engine::gemm<Type>(
+                launch, tiles, plan.tile, plan.k,
+                /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,
+                /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
+        };
         const RingTiles::Grid grid{rank, size, plan.row_start, {0, plan.n}, plan.tile};
         const u64 agent = launch.member() / engine::cluster, agents = launch.members() / engine::cluster;
         const RingTiles of_peers(grid, {1, size}, agent, agents);
         const RingTiles own(grid, {0, 1}, agent, agents, of_peers.count());
-        const i64 own_rows = plan.row_start[rank + 1] - plan.row_start[rank];
 
-        auto source = [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; };
-        auto gate = [](const Agent&, Tile, Range) { return true; };
-        auto nothing = [](Launch self, Scratch) { return self.live(); };
+        const Push<PartialType> push(plan);
+        const Store<OutType> store(p.c, plan.row_start[rank + 1] - plan.row_start[rank]);
+        const Sum<OutType, Accumulator<Type>, PartialType> sum(plan, store);
 
-        engine::gemm<Type>(launch, of_peers, plan.tile, plan.k, source, p.b, gate, Push<PartialType>(plan),
-                           [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
-        engine::gemm<Type>(launch, own, plan.tile, plan.k, source, p.b, gate,
-                           Sum<OutType, Accumulator<Type>, PartialType>(plan, Store<OutType>(p.c, own_rows)), nothing);
+        multiply(of_peers, push, [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
+        multiply(own, sum, [](Launch self, Scratch) { return self.live(); });
     }
 
     launch.finish();

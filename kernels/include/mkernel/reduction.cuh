@@ -95,8 +95,8 @@ private:
     PartNumbers parts_;
 };
 
-// Adds what the peers have pushed to an own part: to this rank's sums those of the next rank, and so on around the ring.
-// The result is stored.
+// Adds what the peers have pushed to an own part: to this rank's sums those of the next rank, and so on around the
+// ring. The result is stored.
 template <class T, class Acc, class Partial>
 class Sum : public Store<T> {
 public:
@@ -173,7 +173,8 @@ private:
             auto each = [&](auto visit) {
                 MK_UNROLL
                 for (u32 i = 0; i < batch; ++i)
-                    if (const u32 run = at + i * lanes; run < count) visit(i, i64(run / length), i64(run % length * width));
+                    if (const u32 run = at + i * lanes; run < count)
+                        visit(i, i64(run / length), i64(run % length * width));
             };
             each([&](u32 i, i64 row, i64 column) {
                 sums[i] = Run<Acc, width>::at(staged(row, column));
@@ -247,7 +248,8 @@ public:
         const Agent& agent = launch.agent();
         const Zone sums(launch, plan_->sums);
         const i64 number = parts_.over_all(part);
-        if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, {Awaited::sum, part.source, u64(number)}))
+        const Subject sum{Awaited::sum, part.source, u64(number)};
+        if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))
             return store.fill(agent, part, not_a_number<T>());
         const T* landed = reinterpret_cast<const T*>(sums.slot(launch.rank(), number));
         store.deliver(launch, part, Staged<T>{landed, parts_.columns()});
