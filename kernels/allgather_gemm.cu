@@ -26,13 +26,16 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
         Landing<Type> landing(self, plan.landing);
         Courier<engine::aligned_rows> courier(self, scratch);
         if (self.member() == 0) self.announce(p.message);
-        for (u64 peer : RingOrder(rank, size)) {
-            if (!self.await_call(peer, plan.digest)) break;
-            const CallMessage& theirs = self.message_of(peer);
-            Lines rows{static_cast<u8*>(self.at(peer, theirs.operand)), i64(theirs.operand_pitch)};
-            if (plan.n > 0) landing.pull(courier, peer, rows);
-            self.have_read(peer, self.members());
-        }
+        for (Range phase : landing.phases())
+            for (u64 peer : RingOrder(rank, size)) {
+                if (phase.begin == 0) self.await_call(peer, plan.digest);
+                if (!self.live()) break;
+                const CallMessage& theirs = self.message_of(peer);
+                Lines rows{static_cast<u8*>(self.at(peer, theirs.operand)), i64(theirs.operand_pitch)};
+                if (plan.n > 0) landing.pull(courier, peer, rows, phase, RingTiles::group * plan.tile.rows);
+            }
+        landing.finish(courier);
+        for (u64 peer : RingOrder(rank, size)) self.have_read(peer, self.members());
         return self.live();
     };
 

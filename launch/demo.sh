@@ -11,7 +11,7 @@ options=()
 while (($#)); do
     case $1 in
         --ranks)
-            ranks="${2:-}"
+            ranks="${2:-none}"
             shift
             ;;
         --ranks=*) ranks="${1#*=}" ;;

@@ -34,5 +34,12 @@ for ranks in "${worlds[@]}"; do
     ' run "$junit" "$ranks" "$python" -m pytest -q -p no:cacheprovider --gpu tests || failed=1
     tail -n 3 "$junit/world_${ranks}_rank_0.txt" || true
 done
+if [[ "$(launcher)" == *hydra* ]]; then
+    say "ranks that are killed, stop or leave"
+    timeout -k 10 300 "$python" -m pytest -q -p no:cacheprovider --target cuda tests/test_processes.py \
+        -k "not rounds" --junitxml "$junit/processes.xml" || failed=1
+else
+    say "ranks that are killed were not tested: that needs MPICH, as other launchers end the survivors"
+fi
 ((failed)) && say "failed: see $junit"
 exit "$failed"

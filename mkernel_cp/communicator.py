@@ -1,6 +1,5 @@
 """`Communicator`: the ranks that make fused calls together, and the memory that they share."""
 
-import contextlib
 import ctypes
 import logging
 import math
@@ -850,24 +849,13 @@ class Communicator:
         array = self._machine.shadow(self._machine.array("argument", value))
         return struct.pack("=Q", array.ctypes.data)
 
-    @contextlib.contextmanager
-    def calling(self, what: str) -> Iterator[None]:
+    def calling(self, what: str) -> "_Calling":
         """Make one call, from the check of its arguments to its end.
 
         No other thread can make one meanwhile. What keeps this rank alone from making it is told to
         the peers, which would wait for it otherwise.
         """
-        self._enter(what)
-        try:
-            self._begin(what)
-            try:
-                yield
-            except BaseException as error:
-                if error is not self._told and not self._failed():
-                    self.refuse(error)
-                raise
-        finally:
-            self._leave()
+        return _Calling(self, what)
 
     def _enter(self, what: str) -> None:
         if not self._in_call.acquire(blocking=False):
@@ -986,8 +974,8 @@ class Communicator:
         Error
             The failure of an earlier call, once.
         """
-        if self._closed:
-            return
+        if self._closed or self._process != os.getpid():
+            return  # in a forked child it is its parent's
         pending = self._finish()
         if pending is not None:
             raise pending
@@ -1034,6 +1022,32 @@ class Communicator:
         hindered = lifetime.lost or self._stranded or _finalized(self.mpi)
         if self._process == os.getpid() and not hindered:
             self.mpi.Free()
+
+
+class _Calling:
+    """The context of one call; a class, as generators cost a microsecond."""
+
+    __slots__ = "_comm", "_what"
+
+    def __init__(self, comm: Communicator, what: str):
+        self._comm, self._what = comm, what
+
+    def __enter__(self) -> None:
+        comm = self._comm
+        comm._enter(self._what)
+        try:
+            comm._begin(self._what)
+        except BaseException:
+            comm._leave()
+            raise
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        comm = self._comm
+        try:
+            if error is not None and error is not comm._told and not comm._failed():
+                comm.refuse(error)
+        finally:
+            comm._leave()
 
 
 class _Raised:

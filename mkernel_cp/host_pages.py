@@ -18,6 +18,7 @@ ANNOUNCED, READY, REFUSED = 1, 2, 3
 _LINE = 64
 _TEXT_SLOTS, _TEXT_BYTES = 16, 2048
 _SAID = struct.Struct("=QQQ")  # generation, bytes of text, whether it is a refusal
+_GENERATION = struct.Struct("=Q")
 
 
 def signal(generation: int, progress: int) -> int:
@@ -82,6 +83,7 @@ class HostPage:
         self.address = segment.address
         self.words = page.from_address(segment.address)
         start = round_up(ctypes.sizeof(page), _LINE)
+        self._said: list[tuple[str, bool]] = [("", False)] * _TEXT_SLOTS
         self._texts = memoryview(segment.bytes)[start : start + _TEXT_SLOTS * _TEXT_BYTES]
 
     @staticmethod
@@ -96,8 +98,13 @@ class HostPage:
 
     def set_text(self, generation: int, text: str, *, refusal: bool = False) -> None:
         """Say what this rank calls in a generation, or why it refuses to."""
+        slot = generation % _TEXT_SLOTS
+        start = slot * _TEXT_BYTES
+        if self._said[slot] == (text, refusal):  # as in a loop of calls
+            _GENERATION.pack_into(self._texts, start, generation)
+            return
+        self._said[slot] = text, refusal
         data = text.encode()[: _TEXT_BYTES - _SAID.size]
-        start = generation % _TEXT_SLOTS * _TEXT_BYTES
         self._texts[start + _SAID.size : start + _SAID.size + len(data)] = data
         _SAID.pack_into(self._texts, start, generation, len(data), refusal)
 
@@ -109,9 +116,9 @@ class HostPage:
 
     def last_text(self) -> tuple[int, str]:
         """Return the last generation of which the rank said something, and what."""
-        return max(said for said, *_ in self._said()), self.text(1 << 63)
+        return max(said for said, *_ in self._slots()), self.text(1 << 63)
 
-    def _said(self) -> dict[tuple[int, int, int], int]:
+    def _slots(self) -> dict[tuple[int, int, int], int]:
         return {
             _SAID.unpack_from(self._texts, slot * _TEXT_BYTES): slot * _TEXT_BYTES
             for slot in range(_TEXT_SLOTS)
@@ -119,7 +126,7 @@ class HostPage:
 
     def text(self, generation: int) -> str:
         """Return what the rank said of a generation, or, if nothing, of the last before it."""
-        slots = self._said()
+        slots = self._slots()
         # The host does not see the generations of graphs: they are what it has said last.
         earlier = [key for key in slots if key[0] <= generation]
         if not earlier:

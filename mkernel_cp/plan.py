@@ -3,6 +3,7 @@
 Pure Python: a plan can be made, printed and tested without a device or a compiler.
 """
 
+import json
 import math
 import operator
 import os
@@ -20,6 +21,7 @@ _NAMES = ", ".join(dtype.name for dtype in DTYPES)
 _LINE_ALIGNMENT = 128
 # Copying by registers, so many thread blocks fill a link.
 _MOVERS = 20
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -349,8 +351,61 @@ def gpu_tile(
     return tile or portable_tile(dtype, out_dtype, options, gpu.shared_bytes)
 
 
+class PlanFile:
+    """What all plans have: they can be written down, and read by another process."""
+
+    operator: ClassVar[str]
+    more_dtypes: ClassVar[tuple[str, ...]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON has it: dtypes by name, lists for tuples."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, np.dtype):
+                return value.name
+            return list(value) if isinstance(value, tuple) else value
+
+        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file."""
+        text = json.dumps({"operator": self.operator, **self.to_json()}, indent=2)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "PlanFile":
+        """Return the plan that a JSON file holds; ValueError if it holds no such plan.
+
+        Its `options` make an operator choose the same again, which then gives the same bits.
+
+        Examples
+        --------
+        >>> options = AllGatherGemmPlan.load("plan.json").options
+        >>> step = mk.AllGatherGemm(a, b, comm=comm, options=options)
+        """
+
+        def given(value: Any) -> Any:
+            return tuple(map(given, value)) if isinstance(value, list) else value
+
+        with open(path, encoding="utf-8") as file:
+            try:
+                entries = json.load(file)
+                name = entries.pop("operator")
+                values = {key: given(value) for key, value in entries.items()}
+                for key in ("dtype", "out_dtype", *cls.more_dtypes):
+                    values[key] = np.dtype(values[key])
+                if name != cls.operator:
+                    raise ValueError(f"it is one of {name}")
+                return cls(**values)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(
+                    f"{os.fspath(path)} holds no plan of {cls.operator}: {error}"
+                ) from None
+
+
 @dataclass(frozen=True)
-class GemmPlan:
+class GemmPlan(PlanFile):
     """What the plans of all operators that multiply have.
 
     Attributes
@@ -395,20 +450,10 @@ class GemmPlan:
         """The first row of every rank, and M behind the last."""
         return tuple(sum(self.row_counts[:rank]) for rank in range(len(self.row_counts) + 1))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON has it: dtypes by name, lists for tuples."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, np.dtype):
-                return value.name
-            return list(value) if isinstance(value, tuple) else value
-
-        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
-
-    def _heading(self, operator: str) -> tuple[str, str]:
+    def _heading(self) -> tuple[str, str]:
         clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
         return (
-            f"{operator}: ({self.m}, {self.k}) @ ({self.k}, {self.n}) "
+            f"{self.operator}: ({self.m}, {self.k}) @ ({self.k}, {self.n}) "
             f"{self.dtype.name} -> {self.out_dtype.name}, rank {self.rank} of "
             f"{len(self.row_counts)}, rows {list(self.row_counts)}",
             f"target {self.target}, engine {self.engine}: tile {self.tile}, "
@@ -428,12 +473,20 @@ class AllGatherGemmPlan(GemmPlan):
     ----------
     by_columns : bool
         In F order: all ranks hold it so.
+    chunk_bytes : int
+        How much a mover was to bring at a time.
     chunk : tuple of int
-        (rows, k) of what a mover brings at a time.
+        (rows, k) of what it does bring.
+    phase_k : int
+        So much of k comes from all ranks before more does.
     """
 
+    operator: ClassVar[str] = "allgather_gemm"
+
     by_columns: bool
+    chunk_bytes: int
     chunk: tuple[int, int]
+    phase_k: int
 
     def chunks(self, rank: int) -> int:
         """Return in how many chunks the rows of a rank come."""
@@ -458,12 +511,23 @@ class AllGatherGemmPlan(GemmPlan):
             return 0
         return (self.m - self.row_counts[self.rank]) * self.k * self.dtype.itemsize
 
+    @property
+    def options(self) -> Options:
+        """What makes an operator choose this plan again."""
+        return Options(self.split, self.tile, self.chunk_bytes)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this rank shares with its peers for it: landing zones and signals."""
+        signals = sum(map(self.chunks, range(len(self.row_counts))))
+        return self.arena_offsets()[-1] + 8 * signals
+
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
         kib = self.chunk[0] * self.chunk[1] * self.dtype.itemsize / 1024
         return "\n".join(
             (
-                *self._heading("allgather_gemm"),
+                *self._heading(),
                 f"A travels in {'F' if self.by_columns else 'C'} order, "
                 f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} "
                 f"({kib:g} KiB) by {self._movers()}",
@@ -485,11 +549,12 @@ class GemmReduceScatterPlan(GemmPlan):
         (slots, bytes of one) of each landing zone, on every rank alike.
     """
 
+    operator: ClassVar[str] = "gemm_reduce_scatter"
+    more_dtypes: ClassVar[tuple[str, ...]] = ("transfer_dtype",)
+
     transfer_dtype: np.dtype
     part_rows: int
     zones: tuple[tuple[int, int], ...]
-
-    operator: ClassVar[str] = "gemm_reduce_scatter"
 
     @property
     def bytes_from_peers(self) -> int:
@@ -497,16 +562,26 @@ class GemmReduceScatterPlan(GemmPlan):
         peers = len(self.row_counts) - 1
         return peers * self.row_counts[self.rank] * self.n * self.transfer_dtype.itemsize
 
+    @property
+    def options(self) -> Options:
+        """What makes an operator choose this plan again."""
+        return Options(self.split, self.tile, transfer_dtype=self.transfer_dtype)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this rank shares with its peers for it: slots and signals."""
+        return sum(slots * (size + 8) for slots, size in self.zones)
+
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
         ranks = len(self.row_counts)
         order = ", ".join(str((self.rank + step) % ranks) for step in range(ranks))
         return "\n".join(
             (
-                *self._heading(self.operator),
+                *self._heading(),
                 f"partial sums travel as {self.transfer_dtype.name} and are added in the order of "
                 f"ranks {order}; {self.bytes_from_peers} bytes come to this rank, into "
-                f"{sum(count * size for count, size in self.zones)} bytes of slots",
+                f"{self.memory} bytes of slots",
             )
         )
 
@@ -576,12 +651,12 @@ def chunk_shape(
     Chunks start at multiples of 16 bytes of a line, whichever way lines run.
     """
     unit = 16 // dtype.itemsize
-    elements = (chunk_bytes or 1 << 16) // dtype.itemsize
+    elements = (chunk_bytes or _CHUNK_BYTES) // dtype.itemsize
 
     def whole(extent: int, most: int) -> int:
         return max(1, min(extent, max(unit, most // unit * unit)))
 
-    rows = whole(max(row_counts), min(32, elements))
+    rows = whole(max(row_counts), min(32, elements // unit))
     return rows, whole(k, elements // rows)
 
 
@@ -607,6 +682,8 @@ def plan_allgather_gemm(
     chosen = choose_tile(row_counts, n, k, dtype, out_dtype, options, gpu)
     tiles = sum(tile_counts(row_counts, n, chosen.tile))
     chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
+    ranks = len(row_counts)
+    split = choose_split(chosen, ranks, tiles, min(_MOVERS, chunks), options, capacity)
     return AllGatherGemmPlan(
         rank=rank,
         row_counts=row_counts,
@@ -619,10 +696,21 @@ def plan_allgather_gemm(
         engine=chosen.engine,
         tile=chosen.tile,
         cluster=chosen.cluster,
+        chunk_bytes=options.chunk_bytes or _CHUNK_BYTES,
         chunk=chunk,
-        split=choose_split(chosen, len(row_counts), tiles, min(_MOVERS, chunks), options, capacity),
+        phase_k=_phase_k(k, chunk[1], tiles * chosen.cluster <= split[1]),
+        split=split,
         shared_bytes=chosen.shared_bytes(dtype, out_dtype),
     )
+
+
+def _phase_k(k: int, chunk_k: int, at_once: bool) -> int:
+    """Return how much of k is to come from all ranks before more does.
+
+    Where all tiles are computed at once, none needs the rows of a rank before those of another, and
+    all get on with each piece of k; else tiles of one rank come before those of the next.
+    """
+    return chunk_k if at_once else round_up(max(1, k), chunk_k)
 
 
 def choose_tile(

@@ -11,6 +11,12 @@ from mkernel_cp import compiler
 def pytest_addoption(parser):
     parser.addoption("--kernels", help="folder of kernels to test in place of the package's own")
     parser.addoption(
+        "--target",
+        choices=("host", "cuda"),
+        default="host",
+        help="where the programs run that tests start on ranks of their own",
+    )
+    parser.addoption(
         "--gpu",
         action="store_true",
         help="run what is for GPUs on them, as one rank of the world that mpirun started",
@@ -24,7 +30,7 @@ def pytest_configure(config):
         worlds.gpu_world = MPI.COMM_WORLD
     else:
         # A machine with a GPU would choose that, also in the programs that tests start.
-        os.environ["MKERNEL_TARGET"] = "host"
+        os.environ["MKERNEL_TARGET"] = config.getoption("--target")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -38,13 +38,13 @@ WAIT_FOR_PARTIALS = (
 MUTANTS = {
     "gate wait": Mutant(
         H + "landing.cuh",
-        "if (!launch_.wait(who, &plan_.arrived[index], 1, subject)) return false;",
-        "(void)subject;",
+        "if (all) acquire_seen();",
+        "all = true;\n        if (all) acquire_seen();",
     ),
     "gate wait, sanitized": Mutant(
         H + "landing.cuh",
-        "if (!launch_.wait(who, &plan_.arrived[index], 1, subject)) return false;",
-        "(void)subject;",
+        "if (all) acquire_seen();",
+        "all = true;\n        if (all) acquire_seen();",
         SANITIZED,
     ),
     "call-message wait": Mutant(
@@ -61,6 +61,16 @@ MUTANTS = {
         H + "world.cuh",
         "if (seen >= refused) return Poll::refused;\n                return load",
         "return load",
+    ),
+    "signals of an earlier call": Mutant(
+        H + "signal.cuh",
+        "return load_ahead(signal) >= target(progress);",
+        "return load_ahead(signal) > 0;",
+    ),
+    "chunks that nobody brings": Mutant(
+        H + "landing.cuh",
+        "panel = first + (i - begin * depth) / height;",
+        "panel = first;",
     ),
     "completion wait": Mutant(H + "copy.cuh", "transfer_.finish(agent_);", ""),
     "release": Mutant(
@@ -89,8 +99,8 @@ MUTANTS = {
     ),
     "closed look": Mutant(
         H + "signal.cuh",
-        "if (verdict == Poll::pending && alone)",
-        "if (false && alone)",
+        "if (alone)",
+        "if (false)",
     ),
     "deadline": Mutant(
         H + "signal.cuh", "if (limit && now - clock.since > limit)", "if (limit > now)"
@@ -129,8 +139,8 @@ MUTANTS = {
     ),
     "chunk tail": Mutant(
         H + "landing.cuh",
-        "block(i / panels, plan_.chunk_rows, rows_of(source))",
-        "block(i / panels, plan_.chunk_rows, rows_of(source) - 1)",
+        "block(row, plan_.chunk_rows, rows_of(source))",
+        "block(row, plan_.chunk_rows, rows_of(source) - 1)",
     ),
     "source of another rank": Mutant(
         H + "schedule.cuh",

@@ -1,6 +1,7 @@
 """Every fault ends in a sentence: on every rank, soon, and the same one."""
 
 import contextlib
+import ctypes
 import threading
 import time
 
@@ -448,6 +449,34 @@ def test_a_second_thread_is_refused_while_a_call_runs():
 
     for out in outcomes(2, program):
         np.testing.assert_array_equal(out, 6.0)
+
+
+def test_launches_at_once_are_told_apart():
+    """As graphs that are replayed at once make them: here one seems never to have ended."""
+
+    def program(comm):
+        mk.allgather_gemm(A, B, comm=comm)
+        if comm.rank == 1:
+            word = comm._signal_pages[comm.rank].running_word
+            ctypes.c_uint64.from_address(word).value = 1
+        mk.allgather_gemm(A, B, comm=comm)
+
+    all_are(outcomes(3, program), mk.ConcurrentCallError, "rank 1", "one after the other")
+
+
+def test_a_long_wait_says_whom_it_is_for(caplog):
+    def program(comm):
+        mk.allgather_gemm(A, B, comm=comm)
+        if comm.rank == 0:
+            comm._pages[0].set_text(comm._signals.generation + 1, "the next call")
+            comm._tell_who_is_awaited(31.2)
+
+    worlds.run(2, program)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    said = record.getMessage()
+    assert said.startswith("rank 0 has waited 31 s in synchronize(), up to call 5 (the next call)")
+    assert "rank 1 has got as far as call 4 (allgather_gemm(" in said
 
 
 def test_two_communicators_called_in_another_order_end_in_the_deadline():

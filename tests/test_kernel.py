@@ -141,3 +141,41 @@ def test_a_source_that_has_no_such_kernel_or_does_not_compile(module, tmp_path):
             comm.launch(mk.Module(broken).kernel("any"), 1)
 
     worlds.run(2, program)
+
+
+def test_options_reach_the_compiler(tmp_path):
+    path = tmp_path / "gather.cu"
+    path.write_text(textwrap.dedent(SOURCE))
+
+    def program(comm):
+        own, out = comm.empty(COUNT), np.empty((1, COUNT))
+        own[...] = np.arange(COUNT)
+        for factor in (3, 5):
+            module = mk.Module(path, target="host", options=[f"-DFACTOR={factor}"])
+            kernel = module.kernel("gather_scaled")
+            comm.launch(kernel, 1, (own, out, COUNT, 1.0), operand=own)
+            np.testing.assert_array_equal(out[0], factor * own)
+
+    worlds.run(1, program)
+
+
+def test_what_a_module_is_not_for_is_refused(module, tmp_path):
+    for keywords, kind in (
+        ({"target": "gpu"}, ValueError),
+        ({"arch": "90"}, ValueError),
+        ({"options": "-DFACTOR=2"}, TypeError),
+        ({"options": [1]}, TypeError),
+    ):
+        with pytest.raises(kind, match=next(iter(keywords))):
+            mk.Module(tmp_path / "gather.cu", **keywords)
+
+    def program(comm):
+        kernel = mk.Module(tmp_path / "gather.cu", target="cuda").kernel("gather_scaled")
+        with pytest.raises(mk.ConfigurationError, match="for target 'cuda'"):
+            comm.launch(kernel, 1)
+        with pytest.raises(TypeError, match="no streams"):
+            comm.launch(module.kernel("gather_scaled"), 1, stream=7)
+        with pytest.raises(TypeError, match="no streams"):
+            mk.allgather_gemm(np.ones((2, 2)), np.ones((2, 2)), comm=comm, stream=7)
+
+    worlds.run(2, program)

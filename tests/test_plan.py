@@ -290,3 +290,22 @@ def test_dtypes():
 def test_other_dtypes_are_refused_with_the_allowed_ones(dtype):
     with pytest.raises(TypeError, match=r"x has dtype .*bfloat16, float16, float32, float64"):
         plans.check_dtype("x", np.dtype(dtype))
+
+
+def test_a_plan_is_the_same_when_it_is_read_again(tmp_path):
+    for case in CASES[::7]:
+        for rank in range(case.world):
+            for options, plan in ((o, make(case, rank, o)) for o in OPTIONS):
+                plan.save(tmp_path / "plan.json")
+                assert plans.AllGatherGemmPlan.load(tmp_path / "plan.json") == plan
+                again = make(case, rank, plan.options)
+                assert again == plan, options
+                assert plan.memory >= plan.bytes_from_peers
+
+
+def test_what_is_no_plan_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    for text in ("", "[]", "{}", '{"operator": "other"}', '{"operator": "allgather_gemm"}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"plan\.json holds no plan of allgather_gemm"):
+            plans.AllGatherGemmPlan.load(path)

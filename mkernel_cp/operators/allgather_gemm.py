@@ -186,6 +186,7 @@ class AllGatherGemm(GemmOperator):
                 k=plan.k,
                 chunk_rows=plan.chunk[0],
                 chunk_k=plan.chunk[1],
+                phase_k=plan.phase_k,
                 arrived=base,
                 **{name: self._constant(name, array) for name, array in arrays.items()},
             ),

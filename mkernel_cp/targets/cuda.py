@@ -25,6 +25,7 @@ from .host import address_of
 # The driver carves small allocations out of blocks of 2 MiB, and shares whole blocks.
 _GRAIN = 1 << 21
 _OLDEST = (8, 0)
+_PER_THREAD = 2  # the address of the default stream of each thread
 _MOST_MAPS = 1024  # that are kept
 _TELL_SECONDS = 30.0  # after which a wait says whom it is for
 _UNCHANGED = contextlib.nullcontext()
@@ -98,6 +99,7 @@ class CudaTarget:
         self._chain = _chains.setdefault(self._index, _Chain(self._cupy))
         self.shared = len({survey.uuid for survey in surveys}) < len(surveys)
         self.capturing = self.captured = False  # now; ever
+        self._stream: Any = None  # of the call that is made
         self._held: list[Any] = []
         self._maps: dict[Any, tuple[int, ...]] = {}
         self._opened: list[Segment] = []
@@ -364,7 +366,7 @@ class CudaTarget:
 
     def begin(self) -> None:
         """Order what follows on the current stream behind the last launch."""
-        stream = self._current_stream()
+        stream = self._stream = self._current_stream()
         self.capturing = stream.is_capturing()
         # A capture cannot wait for an event from outside it: graphs are the caller's to order.
         if self.capturing:
@@ -373,11 +375,10 @@ class CudaTarget:
             self._chain.follow(stream)
 
     def launch(self, kernel: "Kernel", request: "Request") -> None:
-        """Start a kernel on the current stream; Error if it could not be started."""
-        stream = self._current_stream()
-        kernel.start(request, stream)
+        """Start a kernel on the stream of begin(); Error if it could not be started."""
+        kernel.start(request, self._stream)
         if not self.capturing:
-            self._chain.extend(stream)
+            self._chain.extend(self._stream)
 
     def hold(self, *objects: Any) -> None:
         """Keep what a launch uses for as long as a graph may launch it again."""
@@ -651,19 +652,22 @@ class _Chain:
     def __init__(self, cupy: Any):
         self._cupy = cupy
         self._last = cupy.cuda.Event(disable_timing=True)
-        self._begun = False
+        self._stream: Any = None  # of the last one
 
     def follow(self, stream: Any) -> None:
-        if self._begun:
+        # A stream has an order of its own, but an address alone does not say that it is the same:
+        # one that others made may be gone, and the default one of each thread has one address.
+        own = isinstance(stream, self._cupy.cuda.Stream) and stream.ptr != _PER_THREAD
+        if self._stream is not None and not (own and stream == self._stream):
             stream.wait_event(self._last)
 
     def extend(self, stream: Any) -> None:
         self._last.record(stream)
-        self._begun = True
+        self._stream = stream
 
     def over(self) -> bool:
         try:
-            return not self._begun or self._last.done
+            return self._stream is None or self._last.done
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             raise errors.Error(f"the GPU has failed: {error}") from None
 

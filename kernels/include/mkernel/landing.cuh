@@ -21,24 +21,39 @@ public:
     MK_DEVICE i64 rows_of(u64 source) const { return plan_.row_start[source + 1] - plan_.row_start[source]; }
     MK_DEVICE const Matrix& operator[](u64 source) const { return plan_.rows[source]; }
 
-    // Has this agent's share of a rank's chunks brought here from `from`; each raises its signal.
+    // Has this agent's share of a rank's chunks of a phase brought here from `from`; each raises its signal. Rows that are
+    // multiplied together, `together` at a time, come together: all of them with some of k before any with the next.
     template <bool aligned>
-    MK_DEVICE void pull(Courier<aligned>& courier, u64 source, Lines from) {
-        i64 panels = ceil_div(plan_.k, plan_.chunk_k), chunks = ceil_div(rows_of(source), plan_.chunk_rows) * panels;
+    MK_DEVICE void pull(Courier<aligned>& courier, u64 source, Lines from, Range phase, i64 together) {
+        const u32 panels = u32(ceil_div(plan_.k, plan_.chunk_k)), first = u32(phase.begin / plan_.chunk_k);
+        const u32 last = u32(ceil_div(phase.end, plan_.chunk_k)), depth = (last < panels ? last : panels) - first;
+        const u32 blocks = u32(ceil_div(rows_of(source), plan_.chunk_rows));
+        const u32 group = u32(ceil_div(together, plan_.chunk_rows));
         const Matrix& rows = plan_.rows[source];
         const i64 stride = plan_.by_columns ? rows.column_stride : rows.row_stride;
         const Lines to{static_cast<u8*>(rows.data), stride * i64(sizeof(T))};
-        for (i64 i = i64(launch_.member()); i < chunks; i += i64(launch_.members())) {
-            Chunk chunk{source, block(i / panels, plan_.chunk_rows, rows_of(source)),
-                        block(i % panels, plan_.chunk_k, plan_.k), plan_.first_chunk[source] + i};
+        for (u32 i = u32(launch_.member()); i < blocks * depth; i += u32(launch_.members())) {
+            const u32 begin = i / (group * depth) * group, height = blocks - begin < group ? blocks - begin : group;
+            const u32 row = begin + (i - begin * depth) % height, panel = first + (i - begin * depth) / height;
+            Chunk chunk{source, block(row, plan_.chunk_rows, rows_of(source)), block(panel, plan_.chunk_k, plan_.k),
+                        plan_.first_chunk[source] + i64(row) * panels + panel};
             Range lines = plan_.by_columns ? chunk.k : chunk.rows, run = plan_.by_columns ? chunk.rows : chunk.k;
             i64 bytes = run.size() * i64(sizeof(T));
             courier.send(part(to, lines, run), part(from, lines, run), lines.size(), bytes,
                          &plan_.arrived[chunk.index]);
-            if (launch_.agent().lane() == 0) fetch_add(launch_.world().bytes_from_peers, u64(lines.size() * bytes));
+            pulled_ += u64(lines.size() * bytes);
         }
-        courier.finish();
     }
+
+    // The end of all pulling of this agent.
+    template <bool aligned>
+    MK_DEVICE void finish(Courier<aligned>& courier) {
+        courier.finish();
+        if (launch_.agent().lane() == 0) fetch_add(launch_.world().bytes_from_peers, pulled_);
+    }
+
+    // Of k: what is pulled of all ranks before more is. One at least, in which there may be nothing to pull.
+    MK_DEVICE Blocks phases() const { return Blocks(plan_.k > 0 ? plan_.k : 1, plan_.phase_k); }
 
     // Waits until the chunks that hold these rows and this part of k are here. Most panels lie in the chunks that were
     // waited for last.
@@ -46,26 +61,39 @@ public:
         if (source == known_.source && rows.begin == known_.first_row && rows.end <= known_.last_row &&
             k.begin >= known_.first_k && k.end <= known_.last_k)
             return true;
-        i64 panels = ceil_div(plan_.k, plan_.chunk_k), last_k = k.begin;
-        for (i64 j = k.begin / plan_.chunk_k; j * plan_.chunk_k < k.end; ++j) {
-            for (i64 i = rows.begin / plan_.chunk_rows; i * plan_.chunk_rows < rows.end; ++i) {
-                i64 index = plan_.first_chunk[source] + i * panels + j;
-                Subject subject{Awaited::arrival, everyone, u64(index)};
-                if (!launch_.wait(who, &plan_.arrived[index], 1, subject)) return false;
-            }
-            last_k = (j + 1) * plan_.chunk_k;
-        }
-        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(k.begin), u32(last_k)};
-        return true;
+        bool all = who.lanes() == 1;  // mostly they are here, and loads that do not wait for each other find that out
+        each_chunk(source, rows, k, [&](i64 index) {
+            all = launch_.sees(&plan_.arrived[index], 1) && all;
+            return true;
+        });
+        if (all) acquire_seen();
+        else if (!each_chunk(source, rows, k, [&](i64 index) {
+                     return launch_.wait(who, &plan_.arrived[index], 1, {Awaited::arrival, everyone, u64(index)});
+                 }))
+            return false;
+        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(k.begin),
+                  u32(ceil_div(k.end, plan_.chunk_k) * plan_.chunk_k)};
+        return launch_.live();
     }
 
 private:
+    // visit(index) for the signals of the chunks that hold these rows and this part of k, until one returns false.
+    template <class Visit>
+    MK_DEVICE bool each_chunk(u64 source, Range rows, Range k, Visit visit) const {
+        const i64 panels = ceil_div(plan_.k, plan_.chunk_k);
+        for (i64 j = k.begin / plan_.chunk_k; j * plan_.chunk_k < k.end; ++j)
+            for (i64 i = rows.begin / plan_.chunk_rows; i * plan_.chunk_rows < rows.end; ++i)
+                if (!visit(plan_.first_chunk[source] + i * panels + j)) return false;
+        return true;
+    }
+
     static MK_DEVICE Lines part(Lines lines, Range which, Range run) {
         return {lines.data + which.begin * lines.pitch + run.begin * i64(sizeof(T)), lines.pitch};
     }
 
     Launch& launch_;
     const LandingPlan& plan_;
+    u64 pulled_ = 0;  // bytes
     struct {
         u32 source, first_row, last_row, first_k, last_k;
     } known_ = {~u32(0), 0, 0, 0, 0};

@@ -80,6 +80,9 @@ public:
         return verdict;
     }
 
+    // Whether a signal of this GPU is seen to have reached `progress`; what it stands for may be read after acquire_seen().
+    MK_DEVICE bool sees(const u64* signal, u64 progress) const { return load_ahead(signal) >= target(progress); }
+
     // All lanes call it; the bytes that Completed stands for are seen by whoever sees the signal.
     template <Scope scope>
     MK_DEVICE void raise(u64* signal, u64 progress, Completed) {

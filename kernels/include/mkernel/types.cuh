@@ -130,6 +130,7 @@ struct LandingPlan {
     i64 k;
     i64 chunk_rows;
     i64 chunk_k;
+    i64 phase_k;       // a multiple of chunk_k: so much of k comes from all ranks before more does
     i64* row_start;    // [rank], and the total behind the last
     Matrix* rows;      // [rank]: where they land
     i64* first_chunk;  // [rank]: its first one in `arrived`
