@@ -97,9 +97,12 @@ def cpp_type(dtype: np.dtype) -> str:
     return {"float32": "float", "float64": "double"}.get(dtype.name, dtype.name)
 
 
-def type_defines(dtype: np.dtype, out_dtype: np.dtype) -> dict[str, str]:
-    """Return the macros that say a kernel's dtypes."""
-    return {"MK_TYPE": cpp_type(dtype), "MK_OUT_TYPE": cpp_type(out_dtype)}
+def type_defines(
+    dtype: np.dtype, out_dtype: np.dtype, transfer_dtype: np.dtype | None = None
+) -> dict[str, str]:
+    """Return the macros that say a kernel's dtypes; a transfer dtype where it has one."""
+    defines = {"MK_TYPE": cpp_type(dtype), "MK_OUT_TYPE": cpp_type(out_dtype)}
+    return defines | ({"MK_TRANSFER_TYPE": cpp_type(transfer_dtype)} if transfer_dtype else {})
 
 
 @dataclass(frozen=True)

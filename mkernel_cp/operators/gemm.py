@@ -166,15 +166,15 @@ class GemmOperator:
         """Return the widest dtype of a finished tile."""
         return self._spec.out_dtype
 
-    def _defines(self) -> dict[str, Any]:
+    def _type_defines(self) -> dict[str, str]:
         """Return the macros that say what the kernel's dtypes are."""
-        return dict(plans.type_defines(self._spec.dtype, self._spec.out_dtype))
+        return plans.type_defines(self._spec.dtype, self._spec.out_dtype)
 
     # --- kernel and structs -----------------------------------------------------------------------
 
     def _load(self, a_by_columns: bool) -> Any:
         """Return the kernel for operands in these orders, compiled and loaded."""
-        words = self._defines() | self._tile.defines(self._spec.dtype)
+        words: dict[str, Any] = {**self._type_defines(), **self._tile.defines(self._spec.dtype)}
         if self._mapped:
             words |= {"MK_A_BY_COLUMNS": a_by_columns, "MK_B_BY_COLUMNS": self._b_by_columns}
         source = str(compiler.kernel_source(self.function))

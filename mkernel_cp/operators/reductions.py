@@ -76,9 +76,9 @@ class ReductionOperator(GemmOperator):
     def _staged_dtype(self) -> np.dtype:
         return accumulator_dtype(self._spec.dtype)
 
-    def _defines(self) -> dict[str, Any]:
-        transfer = plans.cpp_type(self._spec.transfer_dtype)
-        return {**super()._defines(), "MK_TRANSFER_TYPE": transfer}
+    def _type_defines(self) -> dict[str, str]:
+        spec = self._spec
+        return plans.type_defines(spec.dtype, spec.out_dtype, spec.transfer_dtype)
 
     def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
         return self._readable("a", a, self._a_by_columns)
