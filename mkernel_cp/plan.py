@@ -263,6 +263,11 @@ class HopperTile:
 
     engine: ClassVar[str] = "hopper"
 
+    @property
+    def part_rows(self) -> int:
+        """Rows of a finished tile that are delivered together: those of half a block."""
+        return self.tile[0] // self.cluster // 2
+
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return the shared memory of a thread block."""
         return _hopper_bytes(self.tile, self.cluster, self.stages, self.strips) + self.courier_bytes
@@ -738,14 +743,21 @@ def choose_split(
     most_movers: int,
     options: Options,
     capacity: int,
+    *,
+    beside: bool = True,
 ) -> tuple[int, int]:
-    """Return how many agents move and how many compute so many tiles."""
+    """Return how many agents move and how many compute so many tiles.
+
+    `beside`: what movers do, a compute agent can do beside its work, if its engine has a part for
+    that.
+    """
     if options.split:
         movers, compute = options.split
     elif chosen.engine == "hopper":
         # A warp of each block moves.
-        clusters = min(capacity // chosen.cluster, max(1, tiles))
-        movers, compute = 0, clusters * chosen.cluster
+        movers = 0 if beside or ranks == 1 else round_up(most_movers, chosen.cluster)
+        clusters = min((capacity - movers) // chosen.cluster, max(1, tiles))
+        compute = clusters * chosen.cluster
     elif chosen.engine == "host":
         cores = len(os.sched_getaffinity(0))
         movers, compute = 1, max(1, min(2, cores // ranks, tiles))
@@ -767,7 +779,7 @@ def choose_split(
     return split
 
 
-# Movers that store the sums of gemm_allreduce on a GPU, where no other part of an agent does.
+# Movers that store the sums of gemm_allreduce on a GPU.
 _COLLECTORS = 8
 _MOST_STRIPES = 4
 
@@ -792,7 +804,8 @@ def plan_reduction(
     """
     ranks, tiles = len(row_counts), sum(tile_counts(row_counts, n, chosen.tile))
     whole = kind is GemmAllReducePlan
-    split = choose_split(chosen, ranks, tiles, _COLLECTORS if whole else 1, options, capacity)
+    most = _COLLECTORS if whole else 1
+    split = choose_split(chosen, ranks, tiles, most, options, capacity, beside=not whole)
     more = {}
     if whole:
         across, waves = math.ceil(n / chosen.tile[1]), tiles * chosen.cluster // (2 * split[1])

@@ -12,6 +12,8 @@ from ..reference import accumulator_dtype, array_split_counts
 from . import operands
 from .gemm import GemmOperator, GemmSpec
 
+_USUAL_K = 1024  # by which a tile is chosen
+
 
 class ReductionSpec(GemmSpec):
     """What was asked for; `row_counts` says which rows a rank adds.
@@ -71,6 +73,14 @@ class ReductionOperator(GemmOperator):
         return plans.plan_reduction(
             *(self.plan_type, self._comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
             *(spec.out_dtype, spec.transfer_dtype, self._tile, spec.options, capacity),
+        )
+
+    def _choose_tile(self) -> Any:
+        # K_r may differ between ranks; the rows and columns of a tile may not.
+        spec, gpu = self._spec, self._comm.machine.gpu
+        return plans.choose_tile(
+            *(spec.row_counts, spec.n, spec.k if gpu is None else _USUAL_K, spec.dtype),
+            *(self._staged_dtype(), spec.options, gpu),
         )
 
     def _staged_dtype(self) -> np.dtype:
