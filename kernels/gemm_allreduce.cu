@@ -27,23 +27,22 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     const GemmAllReducePlan& plan = *p.plan;
     const GemmReduceScatterPlan& reduction = plan.reduction;
     Launch launch(p.world, reduction.split);
-    const u64 rank = launch.rank(), size = launch.size();
-    const bool movers = reduction.split.movers > 0;
-    const Store<OutType> store(p.c, reduction.row_start, size);
 
-    auto grid = [&](Range stripe) {
-        return RingTiles::Grid{rank, size, reduction.row_start, stripe, reduction.tile};
+    // The tiles of some columns, or the parts in which they are handed out. Made anew for each use: nothing stays in
+    // registers while tiles are multiplied.
+    auto tiles = [&](Range stripe, i64 rows, RingTiles::Steps steps, u64 agent, u64 agents, u64 before) {
+        TileShape tile = reduction.tile;
+        tile.rows = rows;
+        const RingTiles::Grid grid{launch.rank(), launch.size(), reduction.row_start, stripe, tile};
+        return RingTiles(grid, steps, agent, agents, before);
     };
+    auto store = [&] { return Store<OutType>(p.c, reduction.row_start, launch.size()); };
     auto greet = [&](Launch self) { return self.member() > 0 || self.greet(p.message); };
     auto collect = [&] {
-        const Sums<OutType> sums(plan);
-        RingTiles::Grid parts = grid({0, 0});
-        parts.tile.rows = reduction.part_rows;
-        for (Range stripe : Blocks(reduction.n, plan.stripe)) {
-            parts.columns = stripe;
-            for (Tile part : RingTiles(parts, {1, size}, launch.member(), launch.members()))
-                sums.collect(launch, part, store);
-        }
+        const u64 agent = launch.member(), agents = launch.members();
+        for (Range stripe : Blocks(reduction.n, plan.stripe))
+            for (Tile part : tiles(stripe, reduction.part_rows, {1, launch.size()}, agent, agents, 0))
+                Sums<OutType>(plan).collect(launch, part, store());
     };
 
     if (launch.is(Role::mover)) {
@@ -58,21 +57,22 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
                 /* source */ [&](Tile t) -> Rows { return {p.a, reduction.row_start[t.source] + t.rows.begin}; }, p.b,
                 /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
         };
-        const u64 agent = launch.member() / engine::cluster, agents = launch.members() / engine::cluster;
-        const Push<PartialType> push(reduction);
-        const SumForAll<OutType, Accumulator<Type>, PartialType> sum(plan, store);
-
+        auto share = [&](Range stripe, RingTiles::Steps steps, u64 before) {
+            return tiles(stripe, reduction.tile.rows, steps, launch.member() / engine::cluster,
+                         launch.members() / engine::cluster, before);
+        };
         u64 before = 0;  // tiles of what is done
         i64 next = 0;
         do {  // also where there are no columns: the peers wait to be greeted
-            const Range stripe = block(next++, plan.stripe, reduction.n);
-            const RingTiles of_peers(grid(stripe), {1, size}, agent, agents, before);
-            const RingTiles own(grid(stripe), {0, 1}, agent, agents, before + of_peers.count());
-            multiply(of_peers, push, [&](Launch self, Scratch) { return movers || stripe.begin > 0 || greet(self); });
-            multiply(own, sum, [](Launch self, Scratch) { return self.live(); });
-            before += of_peers.count() + own.count();
-        } while (next * plan.stripe < reduction.n);
-        if (!movers) collect();
+            const Range stripe = block(next, plan.stripe, reduction.n);
+            multiply(share(stripe, {1, launch.size()}, before), Push<PartialType>(reduction),
+                     [&](Launch self, Scratch) { return reduction.split.movers > 0 || next > 0 || greet(self); });
+            before += share(stripe, {1, launch.size()}, 0).count();
+            multiply(share(stripe, {0, 1}, before), SumForAll<OutType, Accumulator<Type>, PartialType>(plan, store()),
+                     [](Launch self, Scratch) { return self.live(); });
+            before += share(stripe, {0, 1}, 0).count();
+        } while (++next * plan.stripe < reduction.n);
+        if (reduction.split.movers == 0) collect();
     }
 
     launch.finish();

@@ -27,8 +27,6 @@ using PartialType = MK_TRANSFER_TYPE;
 MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     const GemmReduceScatterPlan& plan = *p.plan;
     Launch launch(p.world, plan.split);
-    const u64 rank = launch.rank(), size = launch.size();
-
     auto greet = [&](Launch self) { return self.member() > 0 || self.greet(p.message); };
 
     if (launch.is(Role::mover) && !greet(launch)) launch.drop();
@@ -40,17 +38,21 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
                 /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,
                 /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
         };
-        const RingTiles::Grid grid{rank, size, plan.row_start, {0, plan.n}, plan.tile};
-        const u64 agent = launch.member() / engine::cluster, agents = launch.members() / engine::cluster;
-        const RingTiles of_peers(grid, {1, size}, agent, agents);
-        const RingTiles own(grid, {0, 1}, agent, agents, of_peers.count());
-
-        const Push<PartialType> push(plan);
-        const Store<OutType> store(p.c, plan.row_start[rank + 1] - plan.row_start[rank]);
-        const Sum<OutType, Accumulator<Type>, PartialType> sum(plan, store);
-
-        multiply(of_peers, push, [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
-        multiply(own, sum, [](Launch self, Scratch) { return self.live(); });
+        // Made anew for each call: nothing stays in registers while tiles are multiplied.
+        auto tiles = [&](RingTiles::Steps steps, u64 before) {
+            return RingTiles({launch.rank(), launch.size(), plan.row_start, {0, plan.n}, plan.tile}, steps,
+                             launch.member() / engine::cluster, launch.members() / engine::cluster, before);
+        };
+        auto of_peers = [&] { return tiles({1, launch.size()}, 0); };
+        auto own = [&] { return tiles({0, 1}, of_peers().count()); };
+        auto store = [&] {
+            const u64 rank = launch.rank();
+            return Store<OutType>(p.c, plan.row_start[rank + 1] - plan.row_start[rank]);
+        };
+        multiply(of_peers(), Push<PartialType>(plan),
+                 [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
+        multiply(own(), Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),
+                 [](Launch self, Scratch) { return self.live(); });
     }
 
     launch.finish();

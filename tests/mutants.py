@@ -154,14 +154,16 @@ MUTANTS = {
     ),
     "tiles that were shared out before": Mutant(
         H + "schedule.cuh",
-        "if (index_ < 0) turn();",
-        "if (index_ < 0) index_ = 0;",
+        "- before;\n            forth_",
+        "- before + 1;\n            forth_",
         SUMS,
     ),
     "order of sums": Mutant(
         H + "reduction.cuh",
-        "reinterpret_cast<const u8*>(partials) + i64(peer) * to_next",
-        "reinterpret_cast<const u8*>(partials) + i64(peers - 1 - peer) * to_next",
+        "const u8* from = first;\n            MK_NO_UNROLL\n"
+        "            for (u32 peer = 0; peer < peers; ++peer, from += to_next) {",
+        "const u8* from = first + i64(peers - 1) * to_next;\n"
+        "            for (u32 peer = 0; peer < peers; ++peer, from -= to_next) {",
         SUMS,
     ),
     "slot of another source": Mutant(
@@ -201,13 +203,14 @@ MUTANTS = {
         SUMS,
     ),
     "partial sums in the output's type": Mutant(
-        "gemm_reduce_scatter.cu", "Push<PartialType> push", "Push<Type> push", SUMS
+        "gemm_reduce_scatter.cu", "Push<PartialType>(plan)", "Push<Type>(plan)", SUMS
     ),
     "own rows first": Mutant(
         "gemm_reduce_scatter.cu",
-        "        multiply(of_peers, push,",
-        "        multiply(own, sum, [](Launch self, Scratch) { return self.live(); });\n"
-        "        multiply(of_peers, push,",
+        "        multiply(of_peers(),",
+        "        multiply(own(), Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),\n"
+        "                 [](Launch self, Scratch) { return self.live(); });\n"
+        "        multiply(of_peers(),",
         SUMS,
     ),
     "greeting": Mutant(

@@ -14,6 +14,8 @@ from mkernel_cp import lifetime
 
 A, B = np.ones((4, 6)), np.ones((6, 5))
 SUMS = (mk.gemm_reduce_scatter, mk.gemm_allreduce)
+HALF = A.astype(np.float16), B.astype(np.float16)
+EXACT = mk.Options(transfer_dtype=np.float32)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,6 +26,8 @@ def compiled():
         for dtype, out in ((np.float64, None), (np.float16, None), (np.float16, np.float32)):
             for operator in (mk.allgather_gemm, *SUMS):
                 operator(A.astype(dtype), B.astype(dtype), comm=comm, dtype=out)
+        for operator in SUMS:
+            operator(*HALF, comm=comm, options=EXACT)
 
     worlds.run(1, program)
 
@@ -115,12 +119,8 @@ def test_sums_that_differ_are_told_on_all_ranks(operator, rows, warm):
     others = {
         "shape": lambda comm: operator(np.ones((rows + 1, 6)), B, comm=comm),
         "columns": lambda comm: operator(a, np.ones((6, 3)), comm=comm),
-        "dtype": lambda comm: operator(a.astype(np.float32), B.astype(np.float32), comm=comm),
-        "transfer": lambda comm: operator(
-            *(x.astype(np.float16) for x in (a, B)),
-            comm=comm,
-            options=mk.Options(transfer_dtype=np.float32),
-        ),
+        "dtype": lambda comm: operator(HALF[0][:rows], HALF[1], comm=comm),
+        "transfer": lambda comm: operator(HALF[0][:rows], HALF[1], comm=comm, options=EXACT),
         "operator": lambda comm: SUMS[operator is SUMS[0]](a, B, comm=comm),
         "gather": lambda comm: mk.allgather_gemm(a, B, comm=comm),
     }

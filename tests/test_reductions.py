@@ -95,7 +95,7 @@ def test_sums_start_with_the_owner_and_go_around_the_ring(operator, size, transf
     rng = np.random.default_rng(size)
     m, n = 23, 31
     a = np.ones((size, m, 1))
-    b = (rng.standard_normal((size, 1, n)) * 2.0 ** rng.integers(0, 12, (size, 1, n))).astype(
+    b = (rng.standard_normal((size, 1, n)) * 2.0 ** rng.integers(0, 30, (size, 1, n))).astype(
         ml_dtypes.bfloat16
     )
     partials = np.broadcast_to(b.astype(np.float32), (size, m, n))

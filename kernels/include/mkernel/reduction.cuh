@@ -154,54 +154,54 @@ protected:
     PartNumbers parts_;
 
 private:
-    static constexpr u32 batch = 4;  // runs of a lane that are loaded together
+    static constexpr u32 batch = 2;  // runs of a lane that are loaded together
 
     template <u32 width, class View, class Also>
     MK_DEVICE void add_runs(Launch& launch, const Tile& piece, View staged, Also also) const {
         const u32 lane = launch.agent().lane(), lanes = launch.agent().lanes();
-        const u64 rank = launch.rank(), peers = launch.size() - 1;
         const u32 length = u32(piece.columns.size()) / width, count = u32(piece.rows.size()) * length;
-        const i64 pitch = parts_.columns(), to_next = parts_.count(rank) * plan_->partials.slot_bytes;
-        const u8* first = Zone(launch, plan_->partials).slot(rank, parts_.within_owner(piece));
-        const Partial* partials = reinterpret_cast<const Partial*>(first) + parts_.place(piece);
-
-        const u64 shape = reinterpret_cast<u64>(this->place_of(piece)) | u64(this->to_->row_stride) * sizeof(T);
-        const bool dense = this->to_->column_stride == 1 && shape % sizeof(Run<T, width>) == 0;
+        const u32 peers = u32(launch.size() - 1), pitch = u32(parts_.columns());
+        const i64 to_next = parts_.count(launch.rank()) * plan_->partials.slot_bytes;
+        const u8* first = Zone(launch, plan_->partials).slot(launch.rank(), parts_.within_owner(piece)) +
+                          parts_.place(piece) * i64(sizeof(Partial));
 
         for (u32 at = lane; at < count; at += batch * lanes) {
             Run<Acc, width> sums[batch];
             auto each = [&](auto visit) {
                 MK_UNROLL
                 for (u32 i = 0; i < batch; ++i)
-                    if (const u32 run = at + i * lanes; run < count)
-                        visit(i, i64(run / length), i64(run % length * width));
+                    if (const u32 run = at + i * lanes; run < count) visit(i, run / length, run % length * width);
             };
-            each([&](u32 i, i64 row, i64 column) {
-                sums[i] = Run<Acc, width>::at(staged(row, column));
-            });
-            for (u64 peer = 0; peer < peers; ++peer) {
-                const u8* from = reinterpret_cast<const u8*>(partials) + i64(peer) * to_next;
+            each([&](u32 i, u32 row, u32 column) { sums[i] = Run<Acc, width>::at(staged(row, column)); });
+            const u8* from = first;
+            MK_NO_UNROLL
+            for (u32 peer = 0; peer < peers; ++peer, from += to_next) {
                 Run<Partial, width> terms[batch];
-                each([&](u32 i, i64 row, i64 column) {
-                    const Partial* run = reinterpret_cast<const Partial*>(from) + row * pitch + column;
-                    terms[i] = Run<Partial, width>::at(run);
+                each([&](u32 i, u32 row, u32 column) {
+                    terms[i] = Run<Partial, width>::at(reinterpret_cast<const Partial*>(from) + row * pitch + column);
                 });
-                each([&](u32 i, i64, i64) {
+                each([&](u32 i, u32, u32) {
                     MK_UNROLL
                     for (u32 j = 0; j < width; ++j) sums[i].values[j] += widen(terms[i].values[j]);
                 });
             }
-            each([&](u32 i, i64 row, i64 column) {
+            each([&](u32 i, u32 row, u32 column) {
                 Run<T, width> result;
                 MK_UNROLL
                 for (u32 j = 0; j < width; ++j) result.values[j] = narrow<T>(sums[i].values[j]);
-                T* to = this->place_of(piece) + row * this->to_->row_stride + column * this->to_->column_stride;
-                if (dense) result.store(to);
-                else
-                    for (u32 j = 0; j < width; ++j) to[j * this->to_->column_stride] = result.values[j];
+                this->store_run(piece, row, column, result);
                 also(row, column, result);
             });
         }
+    }
+
+    template <u32 width>
+    MK_DEVICE void store_run(const Tile& piece, u32 row, u32 column, const Run<T, width>& run) const {
+        const i64 step = this->to_->column_stride;
+        T* to = this->place_of(piece) + row * this->to_->row_stride + column * step;
+        if (step == 1 && reinterpret_cast<u64>(to) % sizeof(run) == 0) run.store(to);
+        else
+            for (u32 j = 0; j < width; ++j) to[j * step] = run.values[j];
     }
 
     const GemmReduceScatterPlan* plan_;

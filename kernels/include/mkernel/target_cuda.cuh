@@ -3,6 +3,7 @@
 
 #define MK_DEVICE __device__ __forceinline__
 #define MK_UNROLL _Pragma("unroll")
+#define MK_NO_UNROLL _Pragma("unroll 1")
 
 // Threads of a block; a plan compiles its kernel with the count that its engine wants.
 #ifndef MK_THREADS
