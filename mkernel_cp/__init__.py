@@ -21,6 +21,8 @@ from .errors import (
 from .kernel import Kernel, Module
 from .local_world import LocalWorld
 from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
+from .operators.gemm_allreduce import GemmAllReduce, gemm_allreduce
+from .operators.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
 from .plan import Options
 from .trace import trace
 
@@ -35,6 +37,8 @@ __all__ = [
     "ConcurrentCallError",
     "ConfigurationError",
     "Error",
+    "GemmAllReduce",
+    "GemmReduceScatter",
     "Kernel",
     "LocalWorld",
     "Module",
@@ -46,6 +50,8 @@ __all__ = [
     "TimeoutError",
     "__version__",
     "allgather_gemm",
+    "gemm_allreduce",
+    "gemm_reduce_scatter",
     "include_dir",
     "trace",
 ]

@@ -82,3 +82,13 @@ def test_heat(ranks, size):
     done = mpirun(ranks, program, "--size", str(size), "--steps", "40")
     assert done.returncode == 0, done.stderr
     assert f"40 steps of {size} x {size} on {ranks} ranks" in done.stdout
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 100), (3, 1001), (4, 30)])
+def test_least_squares(ranks, rows):
+    program = ROOT / "launch" / "examples" / "least_squares.py"
+    done = mpirun(ranks, program, "--rows", str(rows), "--columns", "20")
+    assert done.returncode == 0, done.stderr
+    assert f"{rows} equations, 20 unknowns, {ranks} rank(s)" in done.stdout
+    assert "1 answer" in done.stdout
