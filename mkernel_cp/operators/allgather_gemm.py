@@ -110,6 +110,7 @@ class AllGatherGemm(GemmOperator):
     """
 
     function = "allgather_gemm"
+    params_struct = "AllGatherGemmParams"
     spec_type = _Spec
     plan: plans.AllGatherGemmPlan
 

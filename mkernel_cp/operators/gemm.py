@@ -78,11 +78,11 @@ class GemmOperator:
     """An operator, planned once for shapes and dtypes, and called often.
 
     A subclass says what it asks for (`spec_type`), what its ranks agree on (`_agree`), and how its
-    kernel learns of the operands (`_constants`, `_place`). Its kernel and its structs are called
-    like it.
+    kernel learns of the operands (`_constants`, `_place`). Its kernel is called like its function.
     """
 
     function: ClassVar[str]
+    params_struct: ClassVar[str]
     spec_type: ClassVar[type[GemmSpec]]
     plan: plans.GemmPlan
 
@@ -192,7 +192,7 @@ class GemmOperator:
         self._ready: dict[Any, Any] = {}
         self._arrays: dict[str, Any] = {}  # that the kernel reads
         constants = self._constants(arena, comm.segments[arena.number].address)
-        params = getattr(structures, f"{type(self).__name__}Params")
+        params = getattr(structures, self.params_struct)
         self._params = params(world=comm.world_address, plan=self._constant("plan", constants))
         self._params.message.digest = comm.digest(self._what)
 

@@ -96,6 +96,7 @@ class GemmAllReduce(ReductionOperator):
     """
 
     function = "gemm_allreduce"
+    params_struct = "GemmAllReduceParams"
     plan_type = plans.GemmAllReducePlan
     plan: plans.GemmAllReducePlan
 

@@ -103,6 +103,7 @@ class GemmReduceScatter(ReductionOperator):
     """
 
     function = "gemm_reduce_scatter"
+    params_struct = "GemmReduceScatterParams"
     plan_type = plans.GemmReduceScatterPlan
 
     class spec_type(ReductionSpec):
