@@ -108,6 +108,14 @@ class Gpu:
     shared_bytes: int
 
 
+# What engine/portable.cuh has in shared memory besides panels: strips of the result, one for each
+# of 8 warps, and barriers and the like.
+_STRIP_BYTES = 8 * 16 * (128 + 16)
+_CONTROL_BYTES = 1024
+# The shortest and the longest line of a panel.
+_LINE_BYTES = 128, 1024
+
+
 @dataclass(frozen=True)
 class PortableTile:
     """What engine/portable.cuh is compiled with.
@@ -121,13 +129,13 @@ class PortableTile:
     """
 
     tile: tuple[int, int, int]
-    stages: int = 3
+    stages: int
 
-    def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
-        """Return the shared memory of a thread block: the panels, or in their place the result."""
+    def shared_bytes(self, dtype: np.dtype) -> int:
+        """Return the shared memory of a thread block."""
         rows, columns, k = self.tile
         ring = self.stages * (rows + columns) * k * dtype.itemsize
-        return max(ring, rows * (columns + 8) * out_dtype.itemsize)
+        return ring + _STRIP_BYTES + _CONTROL_BYTES
 
     def defines(self, dtype: np.dtype) -> dict[str, int]:
         """Return the macros that say so; none for what the header takes by itself."""
@@ -139,37 +147,43 @@ class PortableTile:
 
 def default_tile(dtype: np.dtype) -> PortableTile:
     """Return what engine/portable.cuh takes by itself."""
-    return PortableTile((128, 128 if dtype.itemsize == 8 else 256, 128 // dtype.itemsize))
+    if dtype.itemsize == 2:
+        return PortableTile((128, 256, 128), 2)
+    return PortableTile((128, 128 if dtype.itemsize == 8 else 256, 128 // dtype.itemsize), 4)
 
 
-def portable_tile(
-    dtype: np.dtype, out_dtype: np.dtype, options: Options, shared_bytes: int
-) -> PortableTile:
-    """Choose the tile of engine/portable.cuh for a GPU with so much shared memory per block."""
+def portable_tile(dtype: np.dtype, options: Options, shared_bytes: int) -> PortableTile:
+    """Choose the tile of engine/portable.cuh for a GPU with so much shared memory per block.
+
+    A large tile goes before many stages, of which two will do.
+    """
+    shortest, longest = (size // dtype.itemsize for size in _LINE_BYTES)
+    default = default_tile(dtype)
     if options.tile is None:
-        k = 128 // dtype.itemsize
-        smaller = (PortableTile((rows, 128, k)) for rows in (128, 64, 32))
-        candidates = [default_tile(dtype), *smaller]
-        fits = (t for t in candidates if t.shared_bytes(dtype, out_dtype) <= shared_bytes)
-        return next(fits, candidates[-1])
-    tile = PortableTile(options.tile)
-    least = max(128 // dtype.itemsize, 32), max(128 // dtype.itemsize, 64), 128 // dtype.itemsize
-    most = 4096 // dtype.itemsize
-    powers = all(extent & (extent - 1) == 0 for extent in tile.tile)
-    need = tile.shared_bytes(dtype, out_dtype)
+        tiles = [(*default.tile[:2], shortest), *((rows, 128, shortest) for rows in (128, 64, 32))]
+    else:
+        tiles = [options.tile]
+    candidates = [PortableTile(tile, stages) for tile in tiles for stages in (4, 3, 2)]
+    if options.tile in (None, default.tile):
+        candidates.insert(0, default)
+    fits = (choice for choice in candidates if choice.shared_bytes(dtype) <= shared_bytes)
+    chosen = next(fits, candidates[-1])
+    least = max(shortest, 32), max(shortest, 64), shortest
+    powers = all(extent & (extent - 1) == 0 for extent in chosen.tile)
+    need = chosen.shared_bytes(dtype)
     if not powers or any(
-        not low <= extent <= most for extent, low in zip(tile.tile, least, strict=True)
+        not low <= extent <= longest for extent, low in zip(chosen.tile, least, strict=True)
     ):
         raise ValueError(
-            f"Options(tile={tile.tile}): a GPU needs powers of two, at least {least} and at most "
-            f"{most}, for {dtype.name}"
+            f"Options(tile={chosen.tile}): a GPU needs powers of two, at least {least} and at most "
+            f"{longest}, for {dtype.name}"
         )
     if need > shared_bytes:
         raise ValueError(
-            f"Options(tile={tile.tile}) takes {need} bytes of shared memory, the GPU has "
+            f"Options(tile={chosen.tile}) takes {need} bytes of shared memory, the GPU has "
             f"{shared_bytes} per block: use a smaller one"
         )
-    return tile
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -312,8 +326,8 @@ def plan_allgather_gemm(
         )
         shared_bytes = _host_shared_bytes(tile, dtype, out_dtype)
     else:
-        portable = portable_tile(dtype, out_dtype, options, gpu.shared_bytes)
-        tile, shared_bytes = portable.tile, portable.shared_bytes(dtype, out_dtype)
+        portable = portable_tile(dtype, options, gpu.shared_bytes)
+        tile, shared_bytes = portable.tile, portable.shared_bytes(dtype)
     tiles = sum(math.ceil(rows / tile[0]) for rows in row_counts) * math.ceil(n / tile[1])
     if options.split:
         movers, compute = options.split

@@ -161,7 +161,7 @@ class AllGatherGemm:
         gpu, capacity = comm.machine.gpu, 0
         if gpu is not None:
             tile = _portable_tile(spec, gpu)
-            capacity = self._kernel.capacity(tile.shared_bytes(spec.dtype, spec.out_dtype))
+            capacity = self._kernel.capacity(tile.shared_bytes(spec.dtype))
         self.plan = plans.plan_allgather_gemm(
             comm.rank,
             spec.row_counts,
@@ -383,7 +383,7 @@ def _kernel(spec: _Spec, comm: Communicator) -> Any:
 
 
 def _portable_tile(spec: _Spec, gpu: plans.Gpu) -> plans.PortableTile:
-    return plans.portable_tile(spec.dtype, spec.out_dtype, spec.options, gpu.shared_bytes)
+    return plans.portable_tile(spec.dtype, spec.options, gpu.shared_bytes)
 
 
 def _set_matrix(to: Any, array: np.ndarray) -> None:

@@ -24,7 +24,7 @@ from .host import address_of
 
 # The driver carves small allocations out of blocks of 2 MiB, and shares whole blocks.
 _GRAIN = 1 << 21
-_THREADS = 256
+_THREADS = 384
 _OLDEST = (8, 0)
 _CLOSED_AND_UNMAPPED = 2
 

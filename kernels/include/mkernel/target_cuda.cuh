@@ -4,9 +4,9 @@
 #define MK_DEVICE __device__ __forceinline__
 #define MK_UNROLL _Pragma("unroll")
 
-// Threads of a block; a plan compiles its kernel with the count that its engine wants.
+// Threads of a block: what the portable engine wants, unless a kernel is compiled for another one.
 #ifndef MK_THREADS
-#define MK_THREADS 256
+#define MK_THREADS 384
 #endif
 
 // Blocks that an engine lets work together.
@@ -26,10 +26,11 @@ namespace mk {
 
 extern __shared__ __align__(1024) u8 dynamic_shared[];
 
-// The threads that act as one: a whole block, or (alone()) a single thread of it.
+// The threads that act as one: a whole block, or of it the caller's warp (warp()) or a single thread (alone()).
 class Agent {
 public:
     static MK_DEVICE Agent current() { return Agent(threadIdx.x, blockDim.x); }
+    static MK_DEVICE Agent warp() { return Agent(threadIdx.x % 32, 32); }
     MK_DEVICE Agent alone() const { return Agent(0, 1); }
 
     MK_DEVICE u32 index() const { return blockIdx.x; }
@@ -39,12 +40,16 @@ public:
     MK_DEVICE u8* shared() const { return dynamic_shared; }
 
     MK_DEVICE void sync() const {
-        if (lanes_ > 1) __syncthreads();
+        if (lanes_ == 32) __syncwarp();
+        else if (lanes_ > 1) __syncthreads();
     }
 
     // Lane 0's verdict, to all lanes; also orders what lane 0 acquired before what they read next.
     MK_DEVICE bool broadcast(bool verdict) const {
-        return lanes_ == 1 ? verdict : __syncthreads_or(lane_ == 0 && verdict);
+        if (lanes_ == 1) return verdict;
+        if (lanes_ != 32) return __syncthreads_or(lane_ == 0 && verdict);
+        __syncwarp();
+        return __shfl_sync(~0u, verdict, 0);
     }
 
 private:
