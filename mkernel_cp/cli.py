@@ -109,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--arch", default="sm_90a", help="compute capability of the GPU (default: sm_90a)"
     )
+    command.add_argument(
+        "--operator",
+        choices=[name for name, _ in compile.OPERATORS],
+        help="of one operator only (default: of all)",
+    )
 
     commands.add_parser("doctor", help="tell what this machine has and lacks, and what mends it")
     return parser

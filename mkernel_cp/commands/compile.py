@@ -11,13 +11,14 @@ from ..errors import CompileError, ConfigurationError
 from .job import say
 
 # And whether partial sums travel, whose dtype then is that of the operands.
-_OPERATORS = (("allgather_gemm", False), ("gemm_reduce_scatter", True), ("gemm_allreduce", True))
+OPERATORS = (("allgather_gemm", False), ("gemm_reduce_scatter", True), ("gemm_allreduce", True))
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
     """Compile every operator for every dtype and the default tile; return the exit code."""
     start, before = time.monotonic(), compiler.compile_count()
-    jobs = list(itertools.product(_OPERATORS, plan.DTYPES, (None, np.float32)))
+    chosen = [one for one in OPERATORS if arguments.operator in (None, one[0])]
+    jobs = list(itertools.product(chosen, plan.DTYPES, (None, np.float32)))
     kernels = 0
     try:
         for (name, sums), dtype, requested in jobs:
