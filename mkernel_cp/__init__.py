@@ -21,6 +21,7 @@ from .errors import (
 from .kernel import Kernel, Module
 from .local_world import LocalWorld
 from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
+from .operators.ring_attention import RingAttention, ring_attention, zigzag_join, zigzag_split
 from .plan import Options
 from .trace import trace
 
@@ -43,9 +44,13 @@ __all__ = [
     "OutOfMemoryError",
     "PeerError",
     "PeerLostError",
+    "RingAttention",
     "TimeoutError",
     "__version__",
     "allgather_gemm",
     "include_dir",
+    "ring_attention",
     "trace",
+    "zigzag_join",
+    "zigzag_split",
 ]

@@ -39,6 +39,7 @@ class Awaited(enum.IntEnum):
     READ = 3
     TURN = 4
     AGREEMENT = 5
+    ROOM = 8
 
 
 _AWAITED = {
@@ -46,6 +47,7 @@ _AWAITED = {
     Awaited.ARRIVAL: "the arrival of chunk {index}",
     Awaited.READ: "{peer} to have read this rank's operand",
     Awaited.AGREEMENT: "{peer} to agree",
+    Awaited.ROOM: "room in the window, which compute agent {index} uses",
 }
 
 
@@ -67,12 +69,15 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
     """
     reason, peer = Reason(record.reason), record.peer
     if reason is Reason.MISMATCH:
-        rows = "row_counts=" in texts[origin] and "row_counts=" in texts[peer]
-        hint = "; where ranks have different numbers of rows, each passes all in row_counts="
+        hint = "".join(
+            f"; where ranks have different numbers of {what}, each passes all in {name}="
+            for name, what in (("row_counts", "rows"), ("seq_counts", "positions"))
+            if f"{name}=" in texts[origin] and f"{name}=" in texts[peer]
+        )
         return errors.ArgumentMismatchError(
             f"ranks disagree: rank {origin} calls {texts[origin]}; rank {peer} calls {texts[peer]}."
             " All ranks must make the same calls in the same order, with the same agreed arguments"
-            f"{hint if rows else ''}"
+            f"{hint}"
         )
     if reason is Reason.REFUSED:
         return errors.PeerError(f"rank {peer} raised instead of calling: {texts[peer]}")

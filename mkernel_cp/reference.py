@@ -38,6 +38,7 @@ __all__ = [
     "accumulator_dtype",
     "allgather_gemm",
     "array_split_counts",
+    "ring_attention",
     "unit_roundoff",
 ]
 
@@ -300,6 +301,78 @@ def allgather_gemm(
     return Expected(value, np.where(np.isfinite(value), bound, 0.0), output)
 
 
+# Fixed by the emulation in tests/test_reference.py, which stays below two thirds of the bounds.
+_SCORES = 0.5
+_SUMS = 2.0
+
+
+def ring_attention(
+    q: np.ndarray,
+    k_blocks: Sequence[np.ndarray],
+    v_blocks: Sequence[np.ndarray],
+    rank: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "contiguous",
+) -> tuple[Expected, Expected]:
+    """Attention of one rank's queries over the keys and values of all ranks.
+
+    With ``s_ij = scale * q_i . k_j`` over the positions j that i sees (all, or with `causal` those
+    up to its own, in the whole sequence)::
+
+        lse_i = log(sum_j exp(s_ij))        out_i = sum_j exp(s_ij - lse_i) v_j
+
+    What is not seen has no influence, if it is NaN; what is seen acts as in NumPy. A row that sees
+    nothing gives 0 and -inf.
+
+    Parameters
+    ----------
+    q : ndarray (B, S_r, Hq, D)
+        Queries of rank `rank`.
+    k_blocks, v_blocks : sequence of ndarray, each (B, S_r, Hkv, D)
+        Every rank's keys and values, in rank order, of the type of `q`. Hq is a multiple of Hkv.
+    rank : int
+    causal : bool, optional
+    scale : float, optional
+        Default: ``1 / sqrt(D)``.
+    layout : {'contiguous', 'zigzag'}, optional
+        Which positions of the sequence the ranks hold: the next ones in rank order, or those of
+        parts r and 2R - 1 - r of ``numpy.array_split(positions, 2 * R)``.
+
+    Returns
+    -------
+    out : Expected
+        (B, S_r, Hq, D), of the type of the operands. The bound of an element in column d is::
+
+            u_out |ref| + (u_P + 2 e_i) max_j |v_jd| + underflow
+
+        where the maximum is over the j that i sees. The weights P are rounded to the operands' type
+        before they are multiplied, if that has 16 bits (``u_P``, else 0): the result is a weighted
+        mean, so this changes it by no more than u_P max|v|, c = 1. ``e_i`` is what the accumulator
+        does to the logarithm of a weight, and again to their sum::
+
+            e_i = u_acc (0.5 sqrt(D) |scale| ||q_i|| max_j ||k_j|| + 2 sqrt(n_i) + 2 |log| terms)
+
+        with n_i positions seen.
+    lse : Expected
+        (B, Hq, S_r), of the accumulator's type, with the bound ``u |ref| + 2 e_i``.
+
+    Raises
+    ------
+    TypeError
+        If the operands differ in type, or a type is not supported.
+    ValueError
+        If the shapes do not fit, or the layout is unknown.
+
+    Examples
+    --------
+    >>> q = k = np.zeros((1, 2, 1, 1), np.float32)
+    >>> v = np.array([1, 3], np.float32).reshape(1, 2, 1, 1)
+    >>> out, lse = ring_attention(q, [k], [v], 0, causal=True)
+    >>> out.value.ravel().tolist(), np.exp(lse.value).ravel().round(12).tolist()
+    ([1.0, 2.0], [1.0, 2.0])
+    """
 def _supported(dtype: DTypeLike) -> np.dtype:
     dtype = np.dtype(dtype)
     if dtype not in _OUTPUTS:

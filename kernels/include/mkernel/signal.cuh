@@ -15,7 +15,7 @@ enum class Called : u64 {
 };
 
 // What was waited for, and why in vain: the codes of Record.
-enum class Awaited : u64 { call = 1, arrival = 2, read = 3, turn = 4 };
+enum class Awaited : u64 { call = 1, arrival = 2, read = 3, turn = 4, room = 8 };
 enum class Reason : u64 { entry_timeout = 1, progress_timeout = 2, mismatch = 3, refused = 4, closed = 5, concurrent = 6 };
 
 constexpr u64 everyone = ~u64(0);
@@ -90,6 +90,12 @@ public:
     template <Scope scope>
     MK_DEVICE void raise(u64* signal, u64 progress, Completed) {
         raise<scope>(signal, progress);
+    }
+
+    // All lanes call it when they have read what others of this rank wait to overwrite.
+    MK_DEVICE void let_go(u64* signal, u64 progress) {
+        agent_.sync();
+        raise<Scope::device>(signal, progress);
     }
 
 protected:
