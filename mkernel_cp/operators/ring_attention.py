@@ -496,10 +496,10 @@ class _Spec:
         inputs = list(zip("qkv", arrays, strict=True))
         if not self.return_lse:
             return (operands.output(out, self._shapes[0], dtype, inputs, machine, remedy=""),)
-        try:
-            out, lse = (None, None) if out is None else out
-        except (TypeError, ValueError):
-            raise TypeError("out: with return_lse=True use a pair of arrays, (out, lse)") from None
+        pair = (None, None) if out is None else out
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError("out: with return_lse=True use a pair of arrays, (out, lse)")
+        out, lse = pair
         result = operands.output(out, self._shapes[0], dtype, inputs, machine, "out[0]", "")
         inputs.append(("out[0]", result.shadow))
         lse_dtype = accumulator_dtype(dtype)
