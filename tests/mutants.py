@@ -18,6 +18,7 @@ from mkernel_cp import compiler
 TESTS = Path(__file__).parent
 QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
 SANITIZED = ("test_thread_sanitizer.py",)
+ATTENTION = ("test_ring_attention.py",)
 
 
 class Mutant(NamedTuple):
@@ -145,6 +146,69 @@ MUTANTS = {
         "forth_(2 * i32(agents - agent) - 1)",
         "forth_(2 * i32(agents) - 1)",
     ),
+    "attention: gate wait": Mutant(
+        H + "attention.cuh",
+        "if (!launch_.wait(who, &plan_.arrived[index]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.arrived[index]",
+        ATTENTION,
+    ),
+    "attention: values come with their keys": Mutant(
+        H + "attention.cuh",
+        "run, chunk, part);\n            if",
+        "run, chunk, Part::keys);\n            if",
+        ATTENTION,
+    ),
+    "attention: slot freed too early": Mutant(
+        H + "attention.cuh",
+        "u64(unit.index) - plan_.slots + 1,",
+        "u64(unit.index) - plan_.slots,",
+        ATTENTION,
+    ),
+    "attention: slot freed by one for all": Mutant(
+        H + "attention.cuh", "agent < agents_; ++agent", "agent < 1; ++agent", ATTENTION
+    ),
+    "attention: unit left too early": Mutant(
+        H + "attention.cuh", "u64(unit.index) + 1); }", "u64(unit.index) + 2); }", ATTENTION
+    ),
+    "attention: lanes leave together": Mutant(
+        H + "signal.cuh",
+        "        agent_.sync();\n        raise<Scope::device>(signal, progress);",
+        "        raise<Scope::device>(signal, progress);",
+        ATTENTION,
+    ),
+    "attention: what the peers are told of": Mutant(
+        "ring_attention.cu", "*p.shown = p.own;", "p.shown->keys = p.own.keys;", ATTENTION
+    ),
+    "attention: mask off by one": Mutant(
+        H + "attention.cuh", "query - keys.position + 1;", "query - keys.position;", ATTENTION
+    ),
+    "attention: mask from local positions": Mutant(
+        H + "attention.cuh", "run->position + rows.begin", "run->first + rows.begin", ATTENTION
+    ),
+    "attention: rescale of the sum": Mutant(
+        H + "engine/attention_host.cuh", "    total *= kept;\n", "", ATTENTION
+    ),
+    "attention: rescale of the values": Mutant(
+        H + "engine/attention_host.cuh", "sums[d] *= kept;", "(void)kept;", ATTENTION
+    ),
+    "attention: masked values": Mutant(
+        H + "engine/attention_host.cuh",
+        "panel, 1, columns, seen(i), keys",
+        "panel, 1, columns, some.size(), keys",
+        ATTENTION,
+    ),
+    "attention: NaN after a failure": Mutant(
+        H + "engine/attention_host.cuh",
+        "arrived ? sink.transform(sums[i * columns + d], total[i]) : not_a_number<Out>()",
+        "sink.transform(sums[i * columns + d], total[i])",
+        ATTENTION,
+    ),
+    "attention: heads of a group": Mutant(
+        H + "attention.cuh",
+        "unit_.head * plan_.group + index % plan_.group",
+        "unit_.head + index % plan_.group",
+        ATTENTION,
+    ),
 }
 
 
@@ -171,7 +235,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "cache")
-        for tests in (QUICK, SANITIZED):
+        for tests in (QUICK, SANITIZED, ATTENTION):
             result = run(original, tests, cache)
             if result.returncode:
                 print(result.stdout[-4000:], result.stderr[-2000:])
