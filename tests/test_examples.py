@@ -82,3 +82,13 @@ def test_heat(ranks, size):
     done = mpirun(ranks, program, "--size", str(size), "--steps", "40")
     assert done.returncode == 0, done.stderr
     assert f"40 steps of {size} x {size} on {ranks} ranks" in done.stdout
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "positions"), [(1, 3), (3, 101), (4, 600)])
+def test_long_sequence(ranks, positions):
+    program = ROOT / "launch" / "examples" / "long_sequence.py"
+    done = mpirun(ranks, program, "--positions", str(positions))
+    assert done.returncode == 0, done.stderr
+    assert f"{positions} positions on {ranks} rank(s)" in done.stdout
+    assert float(done.stdout.split()[-1]) < 1e-5
