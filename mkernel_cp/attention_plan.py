@@ -3,6 +3,7 @@
 Pure Python, as all plans.
 """
 
+import functools
 import math
 import os
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ class Attention:
         """Return the bytes of a slot of a rank's window: what one unit pulls."""
         return self.bytes_of(sum(run.count for run in self.pulled(rank)))
 
-    @property
+    @functools.cached_property
     def window(self) -> int:
         """Slots of every rank's window; ValueError if `max_workspace` is too small for one."""
         slot = max(map(self.slot_bytes, range(self.ranks)))

@@ -170,12 +170,6 @@ MUTANTS = {
     "attention: unit left too early": Mutant(
         H + "attention.cuh", "u64(unit.index) + 1); }", "u64(unit.index) + 2); }", ATTENTION
     ),
-    "attention: lanes leave together": Mutant(
-        H + "signal.cuh",
-        "        agent_.sync();\n        raise<Scope::device>(signal, progress);",
-        "        raise<Scope::device>(signal, progress);",
-        ATTENTION,
-    ),
     "attention: what the peers are told of": Mutant(
         "ring_attention.cu", "*p.shown = p.own;", "p.shown->keys = p.own.keys;", ATTENTION
     ),

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import time
 from dataclasses import dataclass
 
@@ -630,25 +631,28 @@ def outcomes(program, **options):
     return mk.LocalWorld(3).run(main)
 
 
-def again(comm, x, out):
-    mk.ring_attention(x, x, x, comm=comm, causal=True, max_workspace=1 << 16, out=out)
+def again(comm, x, out, causal=True):
+    mk.ring_attention(x, x, x, comm=comm, causal=causal, max_workspace=1 << 16, out=out)
 
 
+@pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("missing", range(3))
-def test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan(missing):
+def test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan(missing, warm):
     def program(comm, x, out):
         if comm.rank != missing:
-            again(comm, x, out)
+            again(comm, x, out, causal=warm)
         else:
-            time.sleep(0.7)
+            time.sleep(0.4)
             comm.synchronize()
 
-    for rank, (error, out) in enumerate(outcomes(program, entry_timeout=0.3)):
+    for rank, (error, out) in enumerate(outcomes(program, entry_timeout=0.2)):
         assert isinstance(error, mk.TimeoutError)
-        assert f"Rank {missing} has not made this call" in str(error)
-        if rank > missing:  # what it sees is missing
+        assert f"rank {missing}" in str(error).lower()
+        if rank == missing:
+            assert (out == 7).all()
+        elif not warm or rank > missing:  # what it sees is missing
             assert np.isnan(out).all()
-        elif rank < missing:
+        else:
             assert (np.isnan(out) | (out == 1)).all()
 
 
@@ -677,6 +681,23 @@ def test_a_late_rank_is_waited_for():
         np.testing.assert_allclose(out, 1.0)
 
     assert all(error is None for error, _ in outcomes(program, progress_timeout=0.1))
+
+
+def test_a_trace_tells_of_chunks_and_tiles(tmp_path):
+    def program(comm):
+        with mk.trace(tmp_path / "trace.json"):
+            mk.ring_attention(Q, K, K, comm=comm)
+
+    worlds.run(2, program)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [(event["cat"], event["args"]) for event in events if event["ph"] == "X"]
+    for rank in range(2):
+        copied = [
+            args["chunk"] for kind, args in spans if kind == "copy" and args["source"] == rank
+        ]
+        assert sorted(copied) == list(range(8))  # keys and values of four units
+        rows = [args for kind, args in spans if kind == "compute" and args["source"] == rank]
+        assert sorted(args["columns"][0] for args in rows) == [0, 0, 1, 1, 2, 2, 3, 3]  # heads
 
 
 # --- interleavings --------------------------------------------------------------------------------
