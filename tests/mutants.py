@@ -168,7 +168,7 @@ MUTANTS = {
         H + "attention.cuh", "agent < agents_; ++agent", "agent < 1; ++agent", ATTENTION
     ),
     "attention: unit left too early": Mutant(
-        H + "attention.cuh", "u64(unit.index) + 1); }", "u64(unit.index) + 2); }", ATTENTION
+        H + "attention.cuh", "u64(unit.index) + 1, Comp", "u64(unit.index) + 2, Comp", ATTENTION
     ),
     "attention: what the peers are told of": Mutant(
         "ring_attention.cu", "*p.shown = p.own;", "p.shown->keys = p.own.keys;", ATTENTION
@@ -187,14 +187,14 @@ MUTANTS = {
     ),
     "attention: masked values": Mutant(
         H + "engine/attention_host.cuh",
-        "panel, 1, columns, seen(i), keys",
-        "panel, 1, columns, some.size(), keys",
+        "panel_, 1, columns_, seen(i), keys_",
+        "panel_, 1, columns_, some.size(), keys_",
         ATTENTION,
     ),
     "attention: NaN after a failure": Mutant(
         H + "engine/attention_host.cuh",
-        "arrived ? sink.transform(sums[i * columns + d], total[i]) : not_a_number<Out>()",
-        "sink.transform(sums[i * columns + d], total[i])",
+        "arrived ? sink.transform(sums_[i * columns_ + d], total_[i]) : not_a_number<T>()",
+        "sink.transform(sums_[i * columns_ + d], total_[i])",
         ATTENTION,
     ),
     "attention: heads of a group": Mutant(

@@ -1,5 +1,5 @@
-// Attention over a sequence that is sharded over ranks: the order of work, what a query sees, and the window through which
-// the peers' keys and values pass.
+// Attention over a sequence that is sharded over ranks: the order of work, what a query sees, and the window through
+// which the peers' keys and values pass.
 #pragma once
 
 #include "roles.cuh"
@@ -111,8 +111,8 @@ MK_DEVICE Panel panel_of(const Heads& heads, i64 batch, i64 head, i64 position) 
             heads.position_stride, heads.column_stride};
 }
 
-// Movers bring units here in order, each when its slot is free; a slot is free when every compute agent has left the unit
-// that it held. No wait goes round in a circle: agents leave units in order, a gate of unit u needs nothing but chunks of u,
+// Movers bring units here in order, each when its slot is free; that is when every compute agent has left the unit that
+// it held. No wait goes round in a circle: agents leave units in order, a gate of unit u needs nothing but chunks of u,
 // and movers, which compute nothing, bring all chunks of u before they wait for room for a later unit.
 template <class T>
 class Window {
@@ -120,7 +120,7 @@ public:
     MK_DEVICE Window(Launch& launch, const RingAttentionPlan& plan)
         : launch_(launch), plan_(plan.window), columns_(plan.tile.k), agents_(plan.split.compute) {}
 
-    // Waits until the slot of a unit is free. What was sent so far is complete by then: others may need it to free a slot.
+    // Waits until the slot of a unit is free. What was sent so far is completed first: others may need it to free one.
     template <bool aligned>
     MK_DEVICE bool await_room(Courier<aligned>& courier, Unit unit) {
         if (u64(unit.index) < plan_.slots) return launch_.live();
@@ -133,7 +133,10 @@ public:
     }
 
     // The compute agent needs nothing of this unit any more, nor of those before.
-    MK_DEVICE void leave(Unit unit) { launch_.let_go(&plan_.left[launch_.member()], u64(unit.index) + 1); }
+    MK_DEVICE void leave(Unit unit) {
+        launch_.agent().sync();
+        launch_.template raise<Scope::device>(&plan_.left[launch_.member()], u64(unit.index) + 1, Completed());
+    }
 
     // Has this mover's share of a run of a peer brought here; each chunk of keys or of values raises its signal.
     template <bool aligned>
@@ -168,7 +171,8 @@ public:
 
     // Waits until these positions of a run are here.
     MK_DEVICE bool wait(const Agent& who, Unit unit, const Run& run, Range positions, Part part) {
-        for (i64 chunk = positions.begin / plan_.chunk_positions; chunk * plan_.chunk_positions < positions.end; ++chunk) {
+        const i64 length = plan_.chunk_positions;
+        for (i64 chunk = positions.begin / length; chunk * length < positions.end; ++chunk) {
             const u64 index = signal_of(unit, run, chunk, part);
             if (!launch_.wait(who, &plan_.arrived[index], 1, {Awaited::arrival, everyone, index})) return false;
         }
@@ -207,8 +211,9 @@ public:
     MK_DEVICE void deliver(const Agent& agent, Unit unit, const QueryTile& tile, const T* staged, const Acc* lse,
                            i64 columns) const {
         const Panel rows = panel_of<T>(to_, unit.batch, tile.head, tile.rows.begin);
+        T* to = static_cast<T*>(rows.data);
         for (i64 i = agent.lane(); i < tile.rows.size() * columns; i += agent.lanes())
-            static_cast<T*>(rows.data)[i / columns * rows.position_stride + i % columns * rows.column_stride] = staged[i];
+            to[i / columns * rows.position_stride + i % columns * rows.column_stride] = staged[i];
         if (lse_.data == nullptr) return;
         const Panel sums = panel_of<Acc>(lse_, unit.batch, tile.head, tile.rows.begin);
         for (i64 i = agent.lane(); i < tile.rows.size(); i += agent.lanes())

@@ -31,13 +31,18 @@ enum class Poll { pending, done, refused, mismatch };
 
 template <bool>
 class Courier;
+template <class>
+class Window;
 
-// Proof that bytes are where they were to go: only those who copy make one, and raise() takes nothing less.
+// Proof that bytes are where they were to go, or that all have read what may now be overwritten: only those who copy, or
+// keep a window, make one, and raise() takes nothing less.
 class Completed {
     MK_DEVICE Completed() {}
     friend class Pending;
     template <bool>
     friend class Courier;
+    template <class>
+    friend class Window;
 };
 
 // One launch as one agent sees it: who waits, for which generation, and whether something has already failed.
@@ -90,12 +95,6 @@ public:
     template <Scope scope>
     MK_DEVICE void raise(u64* signal, u64 progress, Completed) {
         raise<scope>(signal, progress);
-    }
-
-    // All lanes call it when they have read what others of this rank wait to overwrite.
-    MK_DEVICE void let_go(u64* signal, u64 progress) {
-        agent_.sync();
-        raise<Scope::device>(signal, progress);
     }
 
 protected:

@@ -10,8 +10,8 @@
 namespace mk {
 namespace engine {
 
-// Online softmax (Milakov and Gimelshein 2018) over some more keys that a query sees: their scores become weights relative
-// to the highest score so far, and what was summed before is scaled to that.
+// Online softmax (Milakov and Gimelshein 2018) over some more keys that a query sees: their scores become weights
+// relative to the highest score so far, and what was summed before is scaled to that.
 template <class Acc>
 MK_NO_THREAD_SANITIZER void weigh(Acc* scores, i64 seen, Acc scale, Acc& highest, Acc& total, Acc* sums, i64 columns) {
     const Acc before = highest;
@@ -29,93 +29,136 @@ MK_NO_THREAD_SANITIZER void weigh(Acc* scores, i64 seen, Acc scale, Acc& highest
     }
 }
 
+// What an agent keeps of a tile of queries while it walks over the keys. Lanes share out the rows of the tile, and the
+// lines of a panel that they all read. Needs _host_shared_bytes() of mkernel_cp/attention_plan.py.
+template <class T>
+class QueryRows {
+public:
+    using Acc = Accumulator<T>;
+
+    MK_DEVICE QueryRows(const Agent& agent, const RingAttentionPlan& plan)
+        : agent_(agent), keys_(plan.tile.columns), columns_(plan.tile.k), scale_(Acc(plan.scale)),
+          queries_(reinterpret_cast<Acc*>(agent.scratch().data)), sums_(queries_ + plan.tile.rows * columns_),
+          scores_(sums_ + plan.tile.rows * columns_), panel_(scores_ + plan.tile.rows * keys_),
+          highest_(panel_ + keys_ * columns_), total_(highest_ + plan.tile.rows),
+          staged_(reinterpret_cast<T*>(total_ + plan.tile.rows)) {}
+
+    MK_DEVICE void begin(Panel queries, i64 rows) {
+        rows_ = rows;
+        const Block from = announced(queries, {0, rows});
+        widen_block<T>(queries_, columns_, from, rows, columns_, agent_.lane(), agent_.lanes());
+        each_row([&](i64 i) {
+            highest_[i] = -std::numeric_limits<Acc>::infinity(), total_[i] = 0;
+            for (i64 d = 0; d < columns_; ++d) sums_[i * columns_ + d] = 0;
+        });
+    }
+
+    // Some keys of a panel, of which row i sees the first seen(i).
+    template <class Seen>
+    MK_DEVICE void meet(Panel keys, Range some, Seen seen) {
+        const Block from = announced(keys, some), turned{from.data, from.column_stride, from.row_stride};
+        widen_block<T>(panel_, keys_, turned, columns_, some.size(), agent_.lane(), agent_.lanes());
+        agent_.sync();
+        each_row([&](i64 i) {
+            for (i64 j = 0; j < some.size(); ++j) scores_[i * keys_ + j] = 0;
+        });
+        multiply_add(scores_, queries_, panel_, rows_, some.size(), columns_, columns_, keys_, agent_.lane(),
+                     agent_.lanes());
+        each_row([&](i64 i) {
+            if (seen(i) > 0)
+                weigh(scores_ + i * keys_, seen(i), scale_, highest_[i], total_[i], sums_ + i * columns_, columns_);
+        });
+        agent_.sync();  // all have used the panel
+    }
+
+    // Their values. Those that a row does not see are not touched: they may be NaN.
+    template <class Seen>
+    MK_DEVICE void add(Panel values, Range some, Seen seen) {
+        widen_block<T>(panel_, columns_, announced(values, some), some.size(), columns_, agent_.lane(), agent_.lanes());
+        agent_.sync();
+        each_row([&](i64 i) {
+            multiply_add(sums_ + i * columns_, scores_ + i * keys_, panel_, 1, columns_, seen(i), keys_, columns_, 0,
+                         1);
+        });
+        agent_.sync();
+    }
+
+    // The tile as it is to be stored: NaN if not all that it sees has arrived.
+    template <class Sink>
+    MK_DEVICE void end(const Sink& sink, bool arrived) {
+        each_row([&](i64 i) {
+            for (i64 d = 0; d < columns_; ++d)
+                staged_[i * columns_ + d] =
+                    arrived ? sink.transform(sums_[i * columns_ + d], total_[i]) : not_a_number<T>();
+            total_[i] = arrived ? highest_[i] + std::log(total_[i]) : not_a_number<Acc>();
+        });
+        agent_.sync();
+    }
+    MK_DEVICE const T* staged() const { return staged_; }
+    MK_DEVICE const Acc* log_sum_exp() const { return total_; }
+
+private:
+    template <class Visit>
+    MK_DEVICE void each_row(Visit visit) const {
+        for (i64 i = agent_.lane(); i < rows_; i += agent_.lanes()) visit(i);
+    }
+
+    MK_DEVICE Block announced(Panel from, Range lines) const {
+        const Block block{static_cast<T*>(from.data) + lines.begin * from.position_stride, from.position_stride,
+                          from.column_stride};
+        if (agent_.lane() == 0) announce_reads<T>(block, lines.size(), columns_);
+        return block;
+    }
+
+    const Agent& agent_;
+    i64 rows_ = 0, keys_, columns_;
+    Acc scale_;
+    Acc *queries_, *sums_;     // [row][column]; sums of weighted values
+    Acc* scores_;              // [row][key], then weights
+    Acc* panel_;               // keys [column][key], then values [key][column]
+    Acc *highest_, *total_;    // [row]: score; sum of weights, in the end its logarithm
+    T* staged_;                // [row][column]
+};
+
 // Works through this agent's query tiles, unit after unit, each over the whole walk.
 //   source(unit, run, part)                  Panel: where the run's keys or values lie
 //   gate(agent, unit, run, positions, part)  bool: these have arrived; false: the launch is to end
-//   sink                                     transform(sum, total) -> Type; deliver(agent, unit, tile, staged, lse, columns)
+//   sink                                     transform(sum, total) -> T
+//                                            deliver(agent, unit, tile, staged, log_sum_exp, columns)
 //   leave(unit)                              nothing of this unit is read any more
-// After a failure every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/attention_plan.py.
+// After a failure every tile that is left is delivered as NaN.
 template <class T, class Source, class Gate, class Sink, class Leave>
 MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const Heads& q, Source source, Gate gate,
                          Sink sink, Leave leave) {
-    using Acc = Accumulator<T>;
-    using Out = typename Sink::Type;
     const Agent& agent = launch.agent();
-    const i64 first = agent.lane(), step = agent.lanes(), keys = plan.tile.columns, columns = plan.tile.k;
-    const Acc scale = Acc(plan.scale);
+    const bool leads = agent.lane() == 0;
     const Mask mask(plan);
-    Acc* queries = reinterpret_cast<Acc*>(agent.scratch().data);
-    Acc* sums = queries + plan.tile.rows * columns;   // of weighted values
-    Acc* scores = sums + plan.tile.rows * columns;    // then weights
-    Acc* panel = scores + plan.tile.rows * keys;      // keys, a column of the head a line; then values, a position a line
-    Acc* highest = panel + keys * columns;            // score of each query
-    Acc* total = highest + plan.tile.rows;            // of its weights; in the end the log-sum-exp
-    Out* staged = reinterpret_cast<Out*>(total + plan.tile.rows);
+    QueryRows<T> rows(agent, plan);
 
     for (Unit unit : Units(plan)) {
         for (QueryTile tile : QueryTiles(plan, unit, launch.member(), launch.members())) {
-            const i64 rows = tile.rows.size(), last = tile.position + rows - 1;
-            const Panel own = panel_of<T>(q, unit.batch, tile.head, tile.rows.begin);
-            const Block from{own.data, own.position_stride, own.column_stride};
-            if (agent.lane() == 0) announce_reads<T>(from, rows, columns);
-            widen_block<T>(queries, columns, from, rows, columns, first, step);
-            for (i64 i = first; i < rows; i += step) {
-                highest[i] = -std::numeric_limits<Acc>::infinity(), total[i] = 0;
-                for (i64 d = 0; d < columns; ++d) sums[i * columns + d] = 0;
-            }
-
-            bool arrived = launch.live();
+            const i64 last = tile.position + tile.rows.size() - 1;
             const Tile traced{launch.rank(), tile.rows, {tile.head, tile.head + 1}};
-            Span computed(launch, agent.lane() == 0, Traced::compute, traced);
+            Span computed(launch, leads, Traced::compute, traced);
+            rows.begin(panel_of<T>(q, unit.batch, tile.head, tile.rows.begin), tile.rows.size());
+            bool arrived = launch.live();
             for (const Run& run : Walk(plan))
-                for (Range some : Blocks(run.count, keys)) {
-                    if (mask.visible(last, run) <= some.begin) break;
-                    auto bring = [&](Part part) {  // into the panel; whether it has arrived
-                        if (!gate(agent, unit, run, some, part)) return false;
-                        const Panel there = source(unit, run, part);
-                        const Block lines{static_cast<T*>(there.data) + some.begin * there.position_stride,
-                                          there.position_stride, there.column_stride};
-                        if (agent.lane() == 0) announce_reads<T>(lines, some.size(), columns);
-                        if (part == Part::keys)
-                            widen_block<T>(panel, keys, {lines.data, lines.column_stride, lines.row_stride}, columns,
-                                           some.size(), first, step);
-                        else
-                            widen_block<T>(panel, columns, lines, some.size(), columns, first, step);
-                        agent.sync();
-                        return true;
-                    };
+                for (Range some : Blocks(mask.visible(last, run), plan.tile.columns)) {
                     auto seen = [&](i64 row) {
                         const i64 end = mask.visible(tile.position + row, run);
                         return (end < some.end ? end : some.end) - some.begin;
                     };
-
-                    arrived = arrived && bring(Part::keys);
+                    arrived = arrived && gate(agent, unit, run, some, Part::keys);
                     if (!arrived) break;
-                    for (i64 i = first; i < rows; i += step)
-                        for (i64 j = 0; j < some.size(); ++j) scores[i * keys + j] = 0;
-                    multiply_add(scores, queries, panel, rows, some.size(), columns, columns, keys, first, step);
-                    for (i64 i = first; i < rows; i += step)
-                        if (seen(i) > 0)
-                            weigh(scores + i * keys, seen(i), scale, highest[i], total[i], sums + i * columns, columns);
-                    agent.sync();  // all have used the keys
-
-                    arrived = bring(Part::values);
+                    rows.meet(source(unit, run, Part::keys), some, seen);
+                    arrived = gate(agent, unit, run, some, Part::values);
                     if (!arrived) break;
-                    for (i64 i = first; i < rows; i += step)  // no masked value is touched: it may be NaN
-                        multiply_add(sums + i * columns, scores + i * keys, panel, 1, columns, seen(i), keys, columns, 0, 1);
-                    agent.sync();  // all have used the values
+                    rows.add(source(unit, run, Part::values), some, seen);
                 }
-
-            for (i64 i = first; i < rows; i += step) {
-                for (i64 d = 0; d < columns; ++d)
-                    staged[i * columns + d] =
-                        arrived ? sink.transform(sums[i * columns + d], total[i]) : not_a_number<Out>();
-                total[i] = arrived ? highest[i] + std::log(total[i]) : not_a_number<Acc>();
-            }
-            agent.sync();
+            rows.end(sink, arrived);
             computed.end();
-            const Span stored(launch, agent.lane() == 0, Traced::store, traced);
-            sink.deliver(agent, unit, tile, staged, total, columns);
+            const Span stored(launch, leads, Traced::store, traced);
+            sink.deliver(agent, unit, tile, rows.staged(), rows.log_sum_exp(), plan.tile.k);
             agent.sync();  // the staged tile is stored
         }
         leave(unit);
