@@ -32,7 +32,7 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
                 if (!self.live()) break;
                 const CallMessage& theirs = self.message_of(peer);
                 Lines rows{static_cast<u8*>(self.at(peer, theirs.operand)), i64(theirs.operand_pitch)};
-                if (plan.n > 0) landing.pull(courier, peer, rows, phase, OwnRowsFirst::group * plan.tile.rows);
+                if (plan.n > 0) landing.pull(courier, peer, rows, phase, RingTiles::group * plan.tile.rows);
             }
         landing.finish(courier);
         for (u64 peer : RingOrder(rank, size)) self.have_read(peer, self.members());
@@ -43,11 +43,12 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);
-        OwnRowsFirst tiles({rank, size, plan.landing.row_start, plan.n, plan.tile}, launch.member() / engine::cluster,
-                           launch.members() / engine::cluster);
+        const RingTiles own_rows_first({rank, size, plan.landing.row_start, {0, plan.n}, plan.tile}, {0, size},
+                                       launch.member() / engine::cluster, launch.members() / engine::cluster);
         engine::gemm<Type>(
-            launch, tiles, plan.tile, plan.landing.k,
-            /* source */ [&](Tile t) -> const Matrix& { return t.source == rank ? p.a : landing[t.source]; }, p.b,
+            launch, own_rows_first, plan.tile, plan.landing.k,
+            /* source */
+            [&](Tile t) -> Rows { return {t.source == rank ? p.a : landing[t.source], t.rows.begin}; }, p.b,
             /* gate   */
             [&](const Agent& who, Tile t, Range k) {
                 return t.source == rank || landing.wait(who, t.source, t.rows, k);

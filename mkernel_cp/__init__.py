@@ -21,6 +21,8 @@ from .errors import (
 from .kernel import Kernel, Module
 from .local_world import LocalWorld
 from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
+from .operators.gemm_allreduce import GemmAllReduce, gemm_allreduce
+from .operators.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
 from .operators.ring_attention import RingAttention, ring_attention, zigzag_join, zigzag_split
 from .plan import Options
 from .trace import trace
@@ -36,6 +38,8 @@ __all__ = [
     "ConcurrentCallError",
     "ConfigurationError",
     "Error",
+    "GemmAllReduce",
+    "GemmReduceScatter",
     "Kernel",
     "LocalWorld",
     "Module",
@@ -48,6 +52,8 @@ __all__ = [
     "TimeoutError",
     "__version__",
     "allgather_gemm",
+    "gemm_allreduce",
+    "gemm_reduce_scatter",
     "include_dir",
     "ring_attention",
     "trace",

@@ -5,7 +5,8 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import __version__
 from .bench.records import RESULTS
@@ -50,21 +51,22 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("run", help="run one operator on files")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    operator = operators.add_parser(
-        "allgather-gemm",
-        help="C = A @ B of .npy files",
-        description="C = A @ B. Each rank reads some rows of A and some columns of B, and writes "
-        "those columns of C. A 2-byte void file is bfloat16.",
+    _add_run(
+        operators,
+        run.allgather_gemm,
+        "Each rank reads some rows of A and some columns of B, and writes those columns of C.",
     )
-    operator.add_argument("a", metavar="A.npy", help="matrix (M, K)")
-    operator.add_argument("b", metavar="B.npy", help="matrix (K, N) of the same dtype")
-    operator.add_argument("-o", "--output", required=True, metavar="C.npy", help="where to put C")
-    operator.add_argument(
-        "--dtype",
-        choices=[dtype.name for dtype in DTYPES],
-        help="of C: that of A (default), or float32 where A has 16 bits",
+    _add_run(
+        operators,
+        run.gemm_reduce_scatter,
+        "Each rank reads some columns of A and those rows of B, and writes some rows of C.",
     )
-    operator.set_defaults(program=run.allgather_gemm)
+    _add_run(
+        operators,
+        run.gemm_allreduce,
+        "Each rank reads some columns of A and those rows of B, gets all of C, and writes some "
+        "rows of it.",
+    )
 
     command = commands.add_parser("bench", help="measure an operator beside its alternatives")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
@@ -110,6 +112,25 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("doctor", help="tell what this machine has and lacks, and what mends it")
     return parser
+
+
+def _add_run(operators: Any, program: Callable[..., int], how: str) -> None:
+    """Add an operator to `run`."""
+    name = program.__name__.replace("_", "-")
+    operator = operators.add_parser(
+        name,
+        help="C = A @ B of .npy files",
+        description=f"C = A @ B. {how} A 2-byte void file is bfloat16.",
+    )
+    operator.add_argument("a", metavar="A.npy", help="matrix (M, K)")
+    operator.add_argument("b", metavar="B.npy", help="matrix (K, N) of the same dtype")
+    operator.add_argument("-o", "--output", required=True, metavar="C.npy", help="where to put C")
+    operator.add_argument(
+        "--dtype",
+        choices=[dtype.name for dtype in DTYPES],
+        help="of C: that of A (default), or float32 where A has 16 bits",
+    )
+    operator.set_defaults(program=program)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ class Awaited(enum.IntEnum):
     READ = 3
     TURN = 4
     AGREEMENT = 5
+    PARTIAL = 6
+    SUM = 7
     ROOM = 8
 
 
@@ -47,6 +49,8 @@ _AWAITED = {
     Awaited.ARRIVAL: "the arrival of chunk {index}",
     Awaited.READ: "{peer} to have read this rank's operand",
     Awaited.AGREEMENT: "{peer} to agree",
+    Awaited.PARTIAL: "the partial sums of {peer} for tile {index}",
+    Awaited.SUM: "tile {index}, which {peer} adds",
     Awaited.ROOM: "room in the window, which compute agent {index} uses",
 }
 

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from .memory import round_up
+from .reference import accumulator_dtype
 
 DTYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
 _NAMES = ", ".join(dtype.name for dtype in DTYPES)
@@ -35,6 +36,9 @@ class Options:
         (rows, columns, k) of what an agent computes at a time, each at least 1.
     chunk_bytes : int, optional
         About how much of an operand is moved at a time. All ranks must give the same.
+    transfer_dtype : data-type, optional
+        Of partial sums on their way to the rank that adds them: that of the operands (default), or
+        float32 for 16-bit operands. All ranks must give the same.
 
     Examples
     --------
@@ -44,8 +48,11 @@ class Options:
     split: tuple[int, int] | None = None
     tile: tuple[int, int, int] | None = None
     chunk_bytes: int | None = None
+    transfer_dtype: Any = None
 
     def __post_init__(self) -> None:
+        if self.transfer_dtype is not None:
+            object.__setattr__(self, "transfer_dtype", np.dtype(self.transfer_dtype))
         for name, length in (("split", 2), ("tile", 3)):
             value = getattr(self, name)
             if value is not None:
@@ -75,13 +82,13 @@ def check_dtype(name: str, dtype: np.dtype) -> np.dtype:
     return dtype
 
 
-def output_dtype(dtype: np.dtype, requested: object) -> np.dtype:
-    """Return the output's dtype: the operands', or float32 for 16-bit operands."""
+def output_dtype(dtype: np.dtype, requested: object, name: str = "dtype") -> np.dtype:
+    """Return the dtype of an output or a transfer: the operands', or float32 for 16-bit ones."""
     requested = dtype if requested is None else np.dtype(requested)
     allowed = [dtype] if dtype.itemsize > 2 else [dtype, np.dtype(np.float32)]
     if requested not in allowed:
         names = " or ".join(d.name for d in allowed)
-        raise TypeError(f"dtype={requested}: not allowed for {dtype} operands; use {names}")
+        raise TypeError(f"{name}={requested}: not allowed for {dtype} operands; use {names}")
     return requested
 
 
@@ -90,9 +97,12 @@ def cpp_type(dtype: np.dtype) -> str:
     return {"float32": "float", "float64": "double"}.get(dtype.name, dtype.name)
 
 
-def type_defines(dtype: np.dtype, out_dtype: np.dtype) -> dict[str, str]:
-    """Return the macros that say a kernel's dtypes."""
-    return {"MK_TYPE": cpp_type(dtype), "MK_OUT_TYPE": cpp_type(out_dtype)}
+def type_defines(
+    dtype: np.dtype, out_dtype: np.dtype, transfer_dtype: np.dtype | None = None
+) -> dict[str, str]:
+    """Return the macros that say a kernel's dtypes; a transfer dtype where it has one."""
+    defines = {"MK_TYPE": cpp_type(dtype), "MK_OUT_TYPE": cpp_type(out_dtype)}
+    return defines | ({"MK_TRANSFER_TYPE": cpp_type(transfer_dtype)} if transfer_dtype else {})
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,47 @@ class Gpu:
     arch: str
     processors: int
     shared_bytes: int
+
+
+@dataclass(frozen=True)
+class HostTile:
+    """What engine/host.cuh computes at a time.
+
+    Attributes
+    ----------
+    tile : tuple of int
+        (rows, columns, k).
+    """
+
+    tile: tuple[int, int, int]
+
+    engine: ClassVar[str] = "host"
+    cluster: ClassVar[int] = 1
+
+    def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
+        """Return what gemm() carves up."""
+        rows, columns, k = self.tile
+        accumulators = rows * columns + rows * k + k * columns
+        return accumulators * max(4, dtype.itemsize) + rows * columns * out_dtype.itemsize
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a finished tile that are delivered together."""
+        return self.tile[0]
+
+    def defines(self, dtype: np.dtype) -> dict[str, int]:
+        """Return no macros: the tile is a run-time value."""
+        return {}
+
+
+def host_tile(row_counts: tuple[int, ...], n: int, k: int, options: Options) -> HostTile:
+    """Choose the tile of engine/host.cuh."""
+    tile = options.tile or (64, 64, 64)
+    rows, columns, depth = (
+        min(extent, max(1, limit))
+        for extent, limit in zip(tile, (max(row_counts), n, k), strict=True)
+    )
+    return HostTile((rows, columns, depth))
 
 
 @dataclass(frozen=True)
@@ -137,6 +188,11 @@ class PortableTile:
         rows, columns, k = self.tile
         ring = self.stages * (rows + columns) * k * dtype.itemsize
         return max(ring, rows * (columns + 8) * out_dtype.itemsize)
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a finished tile that are delivered together."""
+        return self.tile[0]
 
     def defines(self, dtype: np.dtype) -> dict[str, int]:
         """Return the macros that say so; none for what the header takes by itself."""
@@ -206,6 +262,11 @@ class HopperTile:
     courier_bytes: int
 
     engine: ClassVar[str] = "hopper"
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a finished tile that are delivered together: those of half a block."""
+        return self.tile[0] // self.cluster // 2
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return the shared memory of a thread block."""
@@ -302,6 +363,7 @@ class PlanFile:
     """What all plans have: they can be written down, and read by another process."""
 
     operator: ClassVar[str]
+    more_dtypes: ClassVar[tuple[str, ...]] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON has it: dtypes by name, lists for tuples."""
@@ -332,14 +394,14 @@ class PlanFile:
         """
 
         def given(value: Any) -> Any:
-            return tuple(value) if isinstance(value, list) else value
+            return tuple(map(given, value)) if isinstance(value, list) else value
 
         with open(path, encoding="utf-8") as file:
             try:
                 entries = json.load(file)
                 name = entries.pop("operator")
                 values = {key: given(value) for key, value in entries.items()}
-                for key in ("dtype", "out_dtype"):
+                for key in ("dtype", "out_dtype", *cls.more_dtypes):
                     values[key] = np.dtype(values[key])
                 if name != cls.operator:
                     raise ValueError(f"it is one of {name}")
@@ -351,37 +413,27 @@ class PlanFile:
 
 
 @dataclass(frozen=True)
-class AllGatherGemmPlan(PlanFile):
-    """The plan of `allgather_gemm` on one rank.
+class GemmPlan(PlanFile):
+    """What the plans of all operators that multiply have.
 
     Attributes
     ----------
     rank : int
     row_counts : tuple of int
-        Rows of A on every rank.
+        Rows of every rank.
     n, k : int
         Columns of this rank's B, and its rows.
     dtype, out_dtype : numpy.dtype
-    by_columns : bool
-        A travels in F order: all ranks hold it so.
     target, engine : str
     tile : tuple of int
         (rows, columns, k) of what is computed at a time.
     cluster : int
         Agents that share a tile.
-    chunk_bytes : int
-        How much a mover was to bring at a time.
-    chunk : tuple of int
-        (rows, k) of what it does bring.
-    phase_k : int
-        So much of k comes from all ranks before more does.
     split : tuple of int
         (movers, compute): agents per role.
     shared_bytes : int
         Scratch memory of an agent.
     """
-
-    operator: ClassVar[str] = "allgather_gemm"
 
     rank: int
     row_counts: tuple[int, ...]
@@ -389,26 +441,60 @@ class AllGatherGemmPlan(PlanFile):
     k: int
     dtype: np.dtype
     out_dtype: np.dtype
-    by_columns: bool
     target: str
     engine: str
     tile: tuple[int, int, int]
     cluster: int
-    chunk_bytes: int
-    chunk: tuple[int, int]
-    phase_k: int
     split: tuple[int, int]
     shared_bytes: int
 
     @property
     def m(self) -> int:
-        """Rows of A and of the result."""
+        """Rows of all ranks together."""
         return sum(self.row_counts)
 
     @property
     def row_start(self) -> tuple[int, ...]:
         """The first row of every rank, and M behind the last."""
         return tuple(sum(self.row_counts[:rank]) for rank in range(len(self.row_counts) + 1))
+
+    def _heading(self) -> tuple[str, str]:
+        clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
+        return (
+            f"{self.operator}: ({self.m}, {self.k}) @ ({self.k}, {self.n}) "
+            f"{self.dtype.name} -> {self.out_dtype.name}, rank {self.rank} of "
+            f"{len(self.row_counts)}, rows {list(self.row_counts)}",
+            f"target {self.target}, engine {self.engine}: tile {self.tile}, "
+            f"{self.split[1]} compute agents{clusters}",
+        )
+
+    def _movers(self) -> str:
+        movers = self.split[0]
+        return f"{movers} mover{'s' * (movers > 1)}" if movers else "a part of each compute agent"
+
+
+@dataclass(frozen=True)
+class AllGatherGemmPlan(GemmPlan):
+    """The plan of `allgather_gemm` on one rank: what `GemmPlan` has, and how A travels.
+
+    Attributes
+    ----------
+    by_columns : bool
+        In F order: all ranks hold it so.
+    chunk_bytes : int
+        How much a mover was to bring at a time.
+    chunk : tuple of int
+        (rows, k) of what it does bring.
+    phase_k : int
+        So much of k comes from all ranks before more does.
+    """
+
+    operator: ClassVar[str] = "allgather_gemm"
+
+    by_columns: bool
+    chunk_bytes: int
+    chunk: tuple[int, int]
+    phase_k: int
 
     def chunks(self, rank: int) -> int:
         """Return in how many chunks the rows of a rank come."""
@@ -446,22 +532,106 @@ class AllGatherGemmPlan(PlanFile):
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
-        movers, compute = self.split
-        who = f"{movers} movers" if movers else "a part of each compute agent"
-        clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
         kib = self.chunk[0] * self.chunk[1] * self.dtype.itemsize / 1024
         return "\n".join(
             (
-                f"allgather_gemm: ({self.m}, {self.k}) @ ({self.k}, {self.n}) "
-                f"{self.dtype.name} -> {self.out_dtype.name}, rank {self.rank} of "
-                f"{len(self.row_counts)}, rows {list(self.row_counts)}",
-                f"target {self.target}, engine {self.engine}: tile {self.tile}, "
-                f"{compute} compute agents{clusters}",
+                *self._heading(),
                 f"A travels in {'F' if self.by_columns else 'C'} order, "
                 f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} "
-                f"({kib:g} KiB) by {who}",
+                f"({kib:g} KiB) by {self._movers()}",
             )
         )
+
+
+@dataclass(frozen=True)
+class GemmReduceScatterPlan(GemmPlan):
+    """The plan of `gemm_reduce_scatter` on one rank: what `GemmPlan` has, and how sums travel.
+
+    Attributes
+    ----------
+    transfer_dtype : numpy.dtype
+        Of partial sums on their way.
+    part_rows : int
+        Rows of a tile that are pushed and added together.
+    zones : tuple of (int, int)
+        (slots, bytes of one) of each landing zone, on every rank alike.
+    """
+
+    operator: ClassVar[str] = "gemm_reduce_scatter"
+    more_dtypes: ClassVar[tuple[str, ...]] = ("transfer_dtype",)
+
+    transfer_dtype: np.dtype
+    part_rows: int
+    zones: tuple[tuple[int, int], ...]
+
+    @property
+    def bytes_from_peers(self) -> int:
+        """Bytes that come to this rank in one call."""
+        peers = len(self.row_counts) - 1
+        return peers * self.row_counts[self.rank] * self.n * self.transfer_dtype.itemsize
+
+    @property
+    def options(self) -> Options:
+        """What makes an operator choose this plan again."""
+        return Options(self.split, self.tile, transfer_dtype=self.transfer_dtype)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this rank shares with its peers for it: slots and signals."""
+        return sum(slots * (size + 8) for slots, size in self.zones)
+
+    def explain(self) -> str:
+        """Return the plan in words, one choice a line."""
+        ranks = len(self.row_counts)
+        order = ", ".join(str((self.rank + step) % ranks) for step in range(ranks))
+        return "\n".join(
+            (
+                *self._heading(),
+                f"partial sums travel as {self.transfer_dtype.name} and are added in the order of "
+                f"ranks {order}; {self.bytes_from_peers} bytes come to this rank, into "
+                f"{self.memory} bytes of slots",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class GemmAllReducePlan(GemmReduceScatterPlan):
+    """The plan of `gemm_allreduce` on one rank; `row_counts` says who adds which rows.
+
+    Attributes
+    ----------
+    stripes : int
+        Parts of the columns, of which one is handed out while the next is multiplied.
+    """
+
+    stripes: int
+
+    operator: ClassVar[str] = "gemm_allreduce"
+
+    @property
+    def stripe_columns(self) -> int:
+        """Columns of a stripe: whole tiles."""
+        across = math.ceil(self.n / self.tile[1])
+        return max(1, math.ceil(across / self.stripes)) * self.tile[1]
+
+    @property
+    def bytes_from_peers(self) -> int:
+        """Bytes that come to this rank in one call: partial sums, and the sums of other rows."""
+        others = self.m - self.row_counts[self.rank]
+        return super().bytes_from_peers + others * self.n * self.out_dtype.itemsize
+
+    def explain(self) -> str:
+        """Return the plan in words, one choice a line."""
+        return (
+            f"{super().explain()}\nsums are handed out in {self.stripes} stripe"
+            f"{'s' * (self.stripes > 1)} of {self.stripe_columns} columns, and stored by "
+            f"{self._movers()}"
+        )
+
+
+def tile_counts(row_counts: tuple[int, ...], n: int, tile: tuple[int, int, int]) -> tuple[int, ...]:
+    """Return how many tiles the rows of every rank have."""
+    return tuple(math.ceil(rows / tile[0]) * math.ceil(n / tile[1]) for rows in row_counts)
 
 
 def line_pitch(run: int, dtype: np.dtype) -> int:
@@ -516,42 +686,12 @@ def plan_allgather_gemm(
     than cores only make ranks wait for each other. On a GPU every multiprocessor gets an agent, as
     far as there is work for it.
     """
-    ranks = len(row_counts)
     chunk = chunk_shape(row_counts, k, dtype, options.chunk_bytes)
-    if gpu is None:
-        tile = options.tile or (64, 64, 64)
-        tile = tuple(
-            min(extent, max(1, limit))
-            for extent, limit in zip(tile, (max(row_counts), n, k), strict=True)
-        )
-        shared_bytes = _host_shared_bytes(tile, dtype, out_dtype)
-    else:
-        chosen = gpu_tile(row_counts, n, k, dtype, out_dtype, options, gpu)
-        tile, shared_bytes = chosen.tile, chosen.shared_bytes(dtype, out_dtype)
-    tiles = sum(math.ceil(rows / tile[0]) for rows in row_counts) * math.ceil(n / tile[1])
-    if options.split:
-        movers, compute = options.split
-    elif gpu is not None and chosen.engine == "hopper":
-        # A warp of each block moves.
-        clusters = min(capacity // chosen.cluster, max(1, tiles))
-        movers, compute = 0, clusters * chosen.cluster
-    elif gpu is None:
-        cores = len(os.sched_getaffinity(0))
-        movers, compute = 1, max(1, min(2, cores // ranks, tiles))
-    else:
-        chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
-        movers = max(1, min(_MOVERS, capacity // 2, chunks))
-        compute = max(1, min(capacity - (movers if ranks > 1 else 0), tiles))
-    split = (0 if ranks == 1 else movers, compute)
-    if gpu is not None and (split[0] % chosen.cluster or compute % chosen.cluster):
-        raise ValueError(
-            f"Options(split={options.split}): blocks come in clusters of {chosen.cluster}; use "
-            "multiples of that"
-        )
-    if gpu is not None and sum(split) > capacity:
-        raise ValueError(
-            f"Options(split={options.split}): the GPU runs {capacity} agents at a time; use fewer"
-        )
+    chosen = choose_tile(row_counts, n, k, dtype, out_dtype, options, gpu)
+    tiles = sum(tile_counts(row_counts, n, chosen.tile))
+    chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
+    ranks = len(row_counts)
+    split = choose_split(chosen, ranks, tiles, min(_MOVERS, chunks), options, capacity)
     return AllGatherGemmPlan(
         rank=rank,
         row_counts=row_counts,
@@ -561,14 +701,14 @@ def plan_allgather_gemm(
         out_dtype=out_dtype,
         by_columns=by_columns,
         target="cuda" if gpu else "host",
-        engine=chosen.engine if gpu else "host",
-        tile=tile,
-        cluster=chosen.cluster if gpu else 1,
+        engine=chosen.engine,
+        tile=chosen.tile,
+        cluster=chosen.cluster,
         chunk_bytes=options.chunk_bytes or _CHUNK_BYTES,
         chunk=chunk,
-        phase_k=_phase_k(k, chunk[1], tiles * (chosen.cluster if gpu else 1) <= compute),
+        phase_k=_phase_k(k, chunk[1], tiles * chosen.cluster <= split[1]),
         split=split,
-        shared_bytes=shared_bytes,
+        shared_bytes=chosen.shared_bytes(dtype, out_dtype),
     )
 
 
@@ -581,8 +721,135 @@ def _phase_k(k: int, chunk_k: int, at_once: bool) -> int:
     return chunk_k if at_once else round_up(max(1, k), chunk_k)
 
 
-def _host_shared_bytes(tile: tuple[int, ...], dtype: np.dtype, out_dtype: np.dtype) -> int:
-    """Return what gemm() of engine/host.cuh carves up."""
-    rows, columns, k = tile
-    accumulators = rows * columns + rows * k + k * columns
-    return accumulators * max(4, dtype.itemsize) + rows * columns * out_dtype.itemsize
+def choose_tile(
+    row_counts: tuple[int, ...],
+    n: int,
+    k: int,
+    dtype: np.dtype,
+    out_dtype: np.dtype,
+    options: Options,
+    gpu: Gpu | None,
+) -> HostTile | PortableTile | HopperTile:
+    """Choose the engine and its tile, for a GPU or for the host target."""
+    if gpu is None:
+        return host_tile(row_counts, n, k, options)
+    return gpu_tile(row_counts, n, k, dtype, out_dtype, options, gpu)
+
+
+def choose_split(
+    chosen: HostTile | PortableTile | HopperTile,
+    ranks: int,
+    tiles: int,
+    most_movers: int,
+    options: Options,
+    capacity: int,
+    *,
+    beside: bool = True,
+) -> tuple[int, int]:
+    """Return how many agents move and how many compute so many tiles.
+
+    `beside`: what movers do, a compute agent can do beside its work, if its engine has a part for
+    that.
+    """
+    if options.split:
+        movers, compute = options.split
+    elif chosen.engine == "hopper":
+        # A warp of each block moves.
+        movers = 0 if beside or ranks == 1 else round_up(most_movers, chosen.cluster)
+        clusters = min((capacity - movers) // chosen.cluster, max(1, tiles))
+        compute = clusters * chosen.cluster
+    elif chosen.engine == "host":
+        cores = len(os.sched_getaffinity(0))
+        movers, compute = 1, max(1, min(2, cores // ranks, tiles))
+    else:
+        movers = max(1, min(capacity // 2, most_movers))
+        compute = max(1, min(capacity - (movers if ranks > 1 else 0), tiles))
+    split = (0 if ranks == 1 else movers, compute)
+    if chosen.engine == "host":
+        return split
+    if split[0] % chosen.cluster or compute % chosen.cluster:
+        raise ValueError(
+            f"Options(split={options.split}): blocks come in clusters of {chosen.cluster}; use "
+            "multiples of that"
+        )
+    if sum(split) > capacity:
+        raise ValueError(
+            f"Options(split={options.split}): the GPU runs {capacity} agents at a time; use fewer"
+        )
+    return split
+
+
+# Movers that store the sums of gemm_allreduce on a GPU.
+_COLLECTORS = 8
+_MOST_STRIPES = 4
+
+
+def plan_reduction(
+    kind: type[GemmReduceScatterPlan],
+    rank: int,
+    row_counts: tuple[int, ...],
+    n: int,
+    k: int,
+    dtype: np.dtype,
+    out_dtype: np.dtype,
+    transfer_dtype: np.dtype,
+    chosen: HostTile | PortableTile | HopperTile,
+    options: Options,
+    capacity: int = 0,
+) -> GemmReduceScatterPlan:
+    """Choose a plan of a kind, for the tile that the ranks have agreed on.
+
+    `gemm_allreduce` gets as many stripes as leave every compute agent two tiles in each, but no
+    more than 4.
+    """
+    ranks, tiles = len(row_counts), sum(tile_counts(row_counts, n, chosen.tile))
+    whole = kind is GemmAllReducePlan
+    most = _COLLECTORS if whole else 1
+    split = choose_split(chosen, ranks, tiles, most, options, capacity, beside=not whole)
+    more = {}
+    if whole:
+        across, waves = math.ceil(n / chosen.tile[1]), tiles * chosen.cluster // (2 * split[1])
+        more["stripes"] = max(1, min(_MOST_STRIPES, across, waves)) if ranks > 1 else 1
+    return kind(
+        rank=rank,
+        row_counts=row_counts,
+        n=n,
+        k=k,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        transfer_dtype=transfer_dtype,
+        target="host" if chosen.engine == "host" else "cuda",
+        engine=chosen.engine,
+        tile=chosen.tile,
+        cluster=chosen.cluster,
+        split=split,
+        shared_bytes=chosen.shared_bytes(dtype, accumulator_dtype(dtype)),
+        part_rows=chosen.part_rows,
+        zones=reduction_zones(kind, row_counts, n, out_dtype, transfer_dtype, chosen),
+        **more,
+    )
+
+
+def reduction_zones(
+    kind: type[GemmReduceScatterPlan],
+    row_counts: tuple[int, ...],
+    n: int,
+    out_dtype: np.dtype,
+    transfer_dtype: np.dtype,
+    chosen: HostTile | PortableTile | HopperTile,
+) -> tuple[tuple[int, int], ...]:
+    """Return (slots, bytes of one) of each landing zone: what all ranks have at the same places.
+
+    The partial sums of each peer for the parts of the rank that owns most; for `gemm_allreduce`
+    also the sums of all. No slot is used twice in a call, so none is waited for.
+    """
+    rows, columns = chosen.part_rows, chosen.tile[1]
+    parts = tile_counts(row_counts, n, (rows, columns, 0))
+
+    def slot_bytes(dtype: np.dtype) -> int:
+        return round_up(rows * columns * dtype.itemsize, _LINE_ALIGNMENT)
+
+    partials = (len(row_counts) - 1) * max(parts), slot_bytes(transfer_dtype)
+    if kind is not GemmAllReducePlan:
+        return (partials,)
+    return partials, (sum(parts), slot_bytes(out_dtype))

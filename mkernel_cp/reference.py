@@ -19,6 +19,17 @@ lambda is 4 here, and ``|a_i|.|b_j| <= ||a_i|| ||b_j||``. Up to K = 16 this is n
 worst case. Beyond, data that rounds the same way at every step (long constant vectors) can exceed
 it: judge with random data.
 
+A sum over ranks has the accumulation term of each rank's partial sum, and besides::
+
+    u_acc * |s_t|  for each of the R - 1 additions, s_t being the sum after it
+    u_transfer * |partial_r|  +  underflow  for each partial sum that crosses a link
+
+where the order of the additions is part of the definition: the owner of a row starts with its own
+partial sum and adds those of the ranks behind it around the ring.
+
+`ring_attention` has bounds of its own, given there; the value is accumulated in float64, for
+float64 operands in NumPy's long double.
+
 .. [1] N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., SIAM, 2002, sec. 3.1.
 .. [2] N. J. Higham and T. Mary, A new approach to probabilistic rounding error analysis, SIAM
    J. Sci. Comput. 41(5), A2815-A2835, 2019.
@@ -38,6 +49,8 @@ __all__ = [
     "accumulator_dtype",
     "allgather_gemm",
     "array_split_counts",
+    "gemm_allreduce",
+    "gemm_reduce_scatter",
     "ring_attention",
     "unit_roundoff",
 ]
@@ -299,6 +312,138 @@ def allgather_gemm(
             + float(ml_dtypes.finfo(output).smallest_subnormal) / 2
         )
     return Expected(value, np.where(np.isfinite(value), bound, 0.0), output)
+
+
+def gemm_reduce_scatter(
+    a_blocks: Sequence[np.ndarray],
+    b_blocks: Sequence[np.ndarray],
+    row_counts: Sequence[int] | None = None,
+    rank: int = 0,
+    out_dtype: DTypeLike | None = None,
+    transfer_dtype: DTypeLike | None = None,
+) -> Expected:
+    """One rank's rows of the sum over ranks of ``a @ b``.
+
+    Parameters
+    ----------
+    a_blocks : sequence of ndarray, each (M, K_r)
+        Every rank's columns of A, in rank order; M and K_r may be 0.
+    b_blocks : sequence of ndarray, each (K_r, N)
+        Every rank's rows of B, of the same type; N may be 0.
+    row_counts : sequence of int, optional
+        Rows of the sum on every rank. Default: as `array_split_counts` says.
+    rank : int, optional
+        Whose rows.
+    out_dtype : dtype, optional
+        Type of the output: that of the operands (default), or float32 for 16-bit operands.
+    transfer_dtype : dtype, optional
+        Type of a partial sum that crosses a link; likewise.
+
+    Returns
+    -------
+    Expected
+        Of shape (row_counts[rank], N). The bound assumes that no partial sum overflows the
+        accumulator or the transfer type.
+
+    Raises
+    ------
+    TypeError
+        If the operands differ in type, or a type is not supported.
+    ValueError
+        If there is no block, or shapes or counts do not fit.
+
+    Examples
+    --------
+    >>> a_blocks, b_blocks = [np.ones((3, 2))] * 2, [np.ones((2, 1)), np.full((2, 1), 10.0)]
+    >>> gemm_reduce_scatter(a_blocks, b_blocks, rank=1).value
+    array([[22.]])
+    """
+    a_blocks, b_blocks = (
+        [np.asarray(block) for block in blocks] for blocks in (a_blocks, b_blocks)
+    )
+    dtype = _check_terms(a_blocks, b_blocks)
+    ranks, m = len(a_blocks), len(a_blocks[0])
+    counts = array_split_counts(m, ranks) if row_counts is None else tuple(row_counts)
+    if len(counts) != ranks or sum(counts) != m or not 0 <= rank < ranks:
+        raise ValueError(
+            f"row_counts {counts} and rank {rank} do not fit {ranks} blocks of {m} rows"
+        )
+    output, transfer = _output_dtype(dtype, out_dtype), _output_dtype(dtype, transfer_dtype)
+    accumulator = accumulator_dtype(dtype)
+    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    order = [(rank + step) % ranks for step in range(ranks)]
+    a64 = [a_blocks[r][rows].astype(np.float64) for r in order]
+    b64 = [b_blocks[r].astype(np.float64) for r in order]
+    with np.errstate(all="ignore"):
+        whole = np.hstack(a64), np.vstack(b64)
+        value = _accurate_product(*whole) if dtype == _FLOAT64 else np.matmul(*whole)
+        bound = unit_roundoff(output) * np.abs(value)
+        bound += float(ml_dtypes.finfo(output).smallest_subnormal) / 2
+        total = np.zeros_like(value)
+        for step, (a, b) in enumerate(zip(a64, b64, strict=True)):
+            partial = a @ b
+            total += partial
+            bound += _accumulation_bound(a, b, accumulator)
+            if step > 0:
+                bound += unit_roundoff(accumulator) * np.abs(total)
+            if step > 0 and transfer != accumulator:
+                bound += unit_roundoff(transfer) * np.abs(partial)
+                bound += float(ml_dtypes.finfo(transfer).smallest_subnormal) / 2
+    return Expected(value, np.where(np.isfinite(value), bound, 0.0), output)
+
+
+def gemm_allreduce(
+    a_blocks: Sequence[np.ndarray],
+    b_blocks: Sequence[np.ndarray],
+    out_dtype: DTypeLike | None = None,
+    transfer_dtype: DTypeLike | None = None,
+) -> Expected:
+    """The whole sum over ranks of ``a @ b``, each row as the rank that adds it has it.
+
+    Parameters
+    ----------
+    a_blocks, b_blocks, out_dtype, transfer_dtype
+        As for `gemm_reduce_scatter`.
+
+    Returns
+    -------
+    Expected
+        Of shape (M, N).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `gemm_reduce_scatter`.
+
+    Examples
+    --------
+    >>> gemm_allreduce([np.ones((1, 2))] * 3, [np.ones((2, 1))] * 3).value
+    array([[6.]])
+    """
+    parts = [
+        gemm_reduce_scatter(a_blocks, b_blocks, None, rank, out_dtype, transfer_dtype)
+        for rank in range(max(1, len(a_blocks)))
+    ]
+    value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))
+    return Expected(value, bound, parts[0].dtype)
+
+
+def _check_terms(a_blocks: list[np.ndarray], b_blocks: list[np.ndarray]) -> np.dtype:
+    """Return the type of the operands of a sum of products, if they fit."""
+    if not a_blocks or len(a_blocks) != len(b_blocks):
+        raise ValueError(
+            f"{len(a_blocks)} blocks of a and {len(b_blocks)} of b: there is one of each per rank"
+        )
+    blocks = [*a_blocks, *b_blocks]
+    if any(block.ndim != 2 for block in blocks):
+        raise ValueError("every block must have 2 dimensions")
+    pairs = [(a.shape, b.shape) for a, b in zip(a_blocks, b_blocks, strict=True)]
+    (m, _), (_, n) = pairs[0]
+    if any((a[0], a[1], b[1]) != (m, b[0], n) for a, b in pairs):
+        raise ValueError(f"shapes {pairs} do not make a sum of products")
+    if any(block.dtype != blocks[0].dtype for block in blocks):
+        raise TypeError(f"types {[str(block.dtype) for block in blocks]}: all must be the same")
+    return blocks[0].dtype
 
 
 # Fixed by the emulation in tests/test_reference.py, which gets to two thirds of what it allows.

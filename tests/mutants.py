@@ -17,6 +17,7 @@ from mkernel_cp import compiler
 
 TESTS = Path(__file__).parent
 QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
+SUMS = ("test_interleavings.py", "test_failure.py", "test_reductions.py")
 SANITIZED = ("test_thread_sanitizer.py",)
 ATTENTION = ("test_ring_attention.py",)
 
@@ -31,6 +32,10 @@ class Mutant(NamedTuple):
 
 
 H = "include/mkernel/"
+WAIT_FOR_PARTIALS = (
+    "if (!launch.wait(launch.agent(), partials.signal(rank, i64(step - 1) * parts + number), 1, "
+    "partial))"
+)
 MUTANTS = {
     "gate wait": Mutant(
         H + "landing.cuh",
@@ -120,13 +125,13 @@ MUTANTS = {
     ),
     "M tail": Mutant(
         H + "schedule.cuh",
-        "block(first + rest % height, grid_.tile.rows, rows_)",
-        "block(first + rest % height, grid_.tile.rows, rows_ + 1)",
+        "block(first + rest % height, tile().rows, rows_)",
+        "block(first + rest % height, tile().rows, rows_ + 1)",
     ),
     "N tail": Mutant(
         H + "schedule.cuh",
-        "block(rest / height, grid_.tile.columns, grid_.n)",
-        "block(rest / height, grid_.tile.columns, grid_.n - 1)",
+        "block(rest / height, tile().columns, tiles_.grid_.columns.size())",
+        "block(rest / height, tile().columns, tiles_.grid_.columns.size() - 1)",
     ),
     "K tail": Mutant(
         H + "engine/host.cuh",
@@ -139,12 +144,84 @@ MUTANTS = {
         "block(row, plan_.chunk_rows, rows_of(source) - 1)",
     ),
     "source of another rank": Mutant(
-        H + "schedule.cuh", "return {source_, block(", "return {ring_, block("
+        H + "schedule.cuh",
+        "return {source_, block(first",
+        "return {ring_, block(first",
     ),
     "there and back": Mutant(
         H + "schedule.cuh",
-        "forth_(2 * i32(agents - agent) - 1)",
-        "forth_(2 * i32(agents) - 1)",
+        "forth_ = 2 * (wave % 2 ? agent : agents - 1 - agent) + 1;",
+        "forth_ = 2 * agents - 1;",
+    ),
+    "tiles that were shared out before": Mutant(
+        H + "schedule.cuh",
+        "- before;\n            forth_",
+        "- before + 1;\n            forth_",
+        SUMS,
+    ),
+    "order of sums": Mutant(
+        H + "reduction.cuh",
+        "const u8* from = first;\n            MK_NO_UNROLL\n"
+        "            for (u32 peer = 0; peer < peers; ++peer, from += to_next) {",
+        "const u8* from = first + i64(peers - 1) * to_next;\n"
+        "            for (u32 peer = 0; peer < peers; ++peer, from -= to_next) {",
+        SUMS,
+    ),
+    "slot of another source": Mutant(
+        H + "reduction.cuh",
+        "(launch.rank() + launch.size() - piece.source) % launch.size()",
+        "(piece.source + launch.size() - launch.rank()) % launch.size()",
+        SUMS,
+    ),
+    "wait for partial sums": Mutant(
+        H + "reduction.cuh",
+        WAIT_FOR_PARTIALS,
+        "if ((void)partial, !launch.live())",
+        SUMS,
+    ),
+    "wait for partial sums, sanitized": Mutant(
+        H + "reduction.cuh",
+        WAIT_FOR_PARTIALS,
+        "if ((void)partial, !launch.live())",
+        SANITIZED,
+    ),
+    "push before the owner's call": Mutant(
+        H + "reduction.cuh",
+        "return launch.await_call(part.source, plan_->digest);",
+        "return launch.live();",
+        SUMS,
+    ),
+    "push after a failure": Mutant(
+        H + "reduction.cuh",
+        "if (!launch.live()) return Writes().complete(launch.agent());",
+        "",
+        SUMS,
+    ),
+    "NaN in place of a sum": Mutant(
+        H + "reduction.cuh",
+        "if (!launch.live()) this->fill(agent, piece, not_a_number<T>());\n        else if",
+        "if",
+        SUMS,
+    ),
+    "partial sums in the output's type": Mutant(
+        "gemm_reduce_scatter.cu", "Push<PartialType>(plan)", "Push<Type>(plan)", SUMS
+    ),
+    "own rows first": Mutant(
+        "gemm_reduce_scatter.cu",
+        "        multiply(of_peers(),",
+        "        multiply(own(), Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),\n"
+        "                 [](Launch self, Scratch) { return self.live(); });\n"
+        "        multiply(of_peers(),",
+        SUMS,
+    ),
+    "greeting": Mutant(
+        H + "world.cuh", "if (!await_call(peer, message.digest)) return false;", "", SUMS
+    ),
+    "wait for sums": Mutant(
+        H + "reduction.cuh",
+        "if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))",
+        "if ((void)sum, !launch.live())",
+        SUMS,
     ),
     "attention: gate wait": Mutant(
         H + "attention.cuh",
@@ -229,7 +306,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "cache")
-        for tests in (QUICK, SANITIZED, ATTENTION):
+        for tests in (QUICK, SUMS, SANITIZED, ATTENTION):
             result = run(original, tests, cache)
             if result.returncode:
                 print(result.stdout[-4000:], result.stderr[-2000:])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import ml_dtypes
 import numpy as np
 
 from mkernel_cp.reference import array_split_counts
 
-__all__ = ["DTYPES", "Case", "cases", "operands"]
+__all__ = ["DTYPES", "Case", "ReductionCase", "cases", "operands", "reduction_operands"]
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SIXTEEN_BIT = ("bfloat16", "float16")
@@ -79,6 +79,42 @@ class Case:
         return f"{self.name}-{rows}x{self.k}x{columns}-{types}-{layout}"
 
 
+@dataclass(frozen=True)
+class ReductionCase(Case):
+    """One call of a sum over ranks. `row_counts` are the rows of the result that each rank owns.
+
+    It is a `Case` whose K and N have changed places: the columns of the result are the same on all
+    ranks, the terms of the sum differ.
+
+    Attributes
+    ----------
+    transfer_dtype : str
+        Type of partial sums on their way.
+    """
+
+    transfer_dtype: str = field(default="", kw_only=True)
+
+    @property
+    def k_per_rank(self) -> tuple[int, ...]:
+        """Columns of a and rows of b on each rank."""
+        return self.n_per_rank
+
+    @property
+    def n(self) -> int:
+        """Columns of the result."""
+        return self.k
+
+    @property
+    def split_rows(self) -> bool:
+        """Whether ``row_counts=None`` says the same as `row_counts`."""
+        return self.row_counts == array_split_counts(self.m, self.world)
+
+    def __str__(self) -> str:
+        """All of it in one word, for a test's id."""
+        own = "" if self.transfer_dtype == self.dtype else f"-by-{self.transfer_dtype}"
+        return super().__str__() + own
+
+
 def cases(
     operator: str = "allgather_gemm",
     *,
@@ -95,8 +131,8 @@ def cases(
 
     Parameters
     ----------
-    operator : {'allgather_gemm'}
-        Which operator the shapes are for.
+    operator : {'allgather_gemm', 'reduction'}
+        What the shapes are for.
     count : int
         Number of random cases after the edges. Their extents are primes from 5 on, so multiples of
         no tile, vector or world; one rank in four has no rows.
@@ -123,12 +159,21 @@ def cases(
     >>> [case.name for case in cases(count=1, seed=0, world=2)][-2:]
     ['pitched_FF', 'random-0']
     """
-    if operator != "allgather_gemm":
-        raise ValueError(f"no shapes for operator {operator!r}; there are for 'allgather_gemm'")
+    if operator not in ("allgather_gemm", "reduction"):
+        raise ValueError(
+            f"no shapes for operator {operator!r}; there are for 'allgather_gemm' and 'reduction'"
+        )
     if world < 1 or largest < 5:
         raise ValueError(f"need world >= 1 and largest >= 5, got {world} and {largest}")
-    edges = _allgather_gemm_edges(world, dtypes, seed)
-    return edges + _random_cases(count, seed, world, dtypes, largest)
+    found = _allgather_gemm_edges(world, dtypes, seed)
+    found += _random_cases(count, seed, world, dtypes, largest)
+    return found if operator == "allgather_gemm" else [*map(_turned, found, range(len(found)))]
+
+
+def _turned(case: Case, number: int) -> ReductionCase:
+    """Return the sum over ranks that has the extents of a case; every other one travels exact."""
+    transfer = "float32" if case.dtype in _SIXTEEN_BIT and number % 2 else case.dtype
+    return ReductionCase(**vars(case), transfer_dtype=transfer)
 
 
 def _allgather_gemm_edges(world: int, dtypes: Sequence[str], seed: int) -> list[Case]:
@@ -257,6 +302,34 @@ def operands(
         for columns in case.n_per_rank
     ]
     return a_blocks, b_blocks
+
+
+def reduction_operands(
+    case: ReductionCase, seed: int, *, integers: bool = False
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Random operands of a sum over ranks, every rank's, in the wanted order and pitch.
+
+    Parameters
+    ----------
+    case : ReductionCase
+    seed, integers
+        As for `operands`; integers are exact in the sum over all ranks.
+
+    Returns
+    -------
+    a_blocks : list of ndarray, rank r's (m, k_per_rank[r])
+    b_blocks : list of ndarray, rank r's (k_per_rank[r], n)
+        Pitched ones are views of arrays that hold NaN everywhere else.
+    """
+    depth = sum(case.k_per_rank)
+    rows = Case(case.name, (case.m,), depth, (case.n,), case.dtype, case.out_dtype)
+    exact = min(case.out_dtype, case.transfer_dtype, key=lambda name: np.dtype(name).itemsize)
+    (a,), (b,) = operands(replace(rows, out_dtype=exact), seed, integers=integers)
+    ends = np.cumsum(case.k_per_rank)[:-1]
+    return (
+        [_laid_out(x, case.dtype, case.a_order, case.a_pitched) for x in np.split(a, ends, axis=1)],
+        [_laid_out(x, case.dtype, case.b_order, case.b_pitched) for x in np.split(b, ends)],
+    )
 
 
 def _laid_out(values: np.ndarray, dtype: str, order: str, pitched: bool) -> np.ndarray:

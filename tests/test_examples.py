@@ -85,6 +85,16 @@ def test_heat(ranks, size):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 100), (3, 1001), (4, 30)])
+def test_least_squares(ranks, rows):
+    program = ROOT / "launch" / "examples" / "least_squares.py"
+    done = mpirun(ranks, program, "--rows", str(rows), "--columns", "20")
+    assert done.returncode == 0, done.stderr
+    assert f"{rows} equations, 20 unknowns, {ranks} rank(s)" in done.stdout
+    assert "1 answer" in done.stdout
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "positions"), [(1, 3), (3, 101), (4, 600)])
 def test_long_sequence(ranks, positions):
     program = ROOT / "launch" / "examples" / "long_sequence.py"

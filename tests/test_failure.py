@@ -13,6 +13,9 @@ import mkernel_cp as mk
 from mkernel_cp import lifetime
 
 A, B = np.ones((4, 6)), np.ones((6, 5))
+SUMS = (mk.gemm_reduce_scatter, mk.gemm_allreduce)
+HALF = A.astype(np.float16), B.astype(np.float16)
+EXACT = mk.Options(transfer_dtype=np.float32)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,7 +24,10 @@ def compiled():
 
     def program(comm):
         for dtype, out in ((np.float64, None), (np.float16, None), (np.float16, np.float32)):
-            mk.allgather_gemm(A.astype(dtype), B.astype(dtype), comm=comm, dtype=out)
+            for operator in (mk.allgather_gemm, *SUMS):
+                operator(A.astype(dtype), B.astype(dtype), comm=comm, dtype=out)
+        for operator in SUMS:
+            operator(*HALF, comm=comm, options=EXACT)
 
     worlds.run(1, program)
 
@@ -83,6 +89,96 @@ def test_what_was_not_finished_is_nan():
         return None
 
     assert outcomes(2, program, entry_timeout=0.4) == [None, None]
+
+
+@pytest.mark.parametrize("operator", SUMS)
+def test_sums_with_a_rank_that_never_calls_end_in_the_entry_deadline(operator):
+    """What needed nothing of that rank is right; the rest is NaN."""
+
+    def program(comm):
+        operator(A, B, comm=comm)
+        if comm.rank == 1:
+            return None
+        out = np.zeros((4 if operator is mk.gemm_allreduce else comm.row_counts(4)[comm.rank], 5))
+        with pytest.raises(mk.TimeoutError, match=r"rank 1.*entry_timeout"):
+            operator(A, B, comm=comm, out=out)
+        assert np.isnan(out).all()
+        return None
+
+    began = time.monotonic()
+    assert outcomes(3, program, entry_timeout=0.4) == [None] * 3
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("operator", SUMS)
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("warm", [False, True])
+def test_sums_that_differ_are_told_on_all_ranks(operator, rows, warm):
+    """Also by a rank that owns no rows, and for which nobody would wait."""
+    a = A[:rows]
+    others = {
+        "shape": lambda comm: operator(np.ones((rows + 1, 6)), B, comm=comm),
+        "columns": lambda comm: operator(a, np.ones((6, 3)), comm=comm),
+        "dtype": lambda comm: operator(HALF[0][:rows], HALF[1], comm=comm),
+        "transfer": lambda comm: operator(HALF[0][:rows], HALF[1], comm=comm, options=EXACT),
+        "operator": lambda comm: SUMS[operator is SUMS[0]](a, B, comm=comm),
+        "gather": lambda comm: mk.allgather_gemm(a, B, comm=comm),
+    }
+    for other in others.values():
+
+        def program(comm, other=other):
+            operator(a, B, comm=comm)
+            if warm:
+                other(comm)
+            other(comm) if comm.rank == 2 else operator(a, B, comm=comm)
+            operator(a, B, comm=comm)
+
+        began = time.monotonic()
+        all_are(outcomes(3, program), mk.ArgumentMismatchError, "rank 2", operator.__name__)
+        assert time.monotonic() - began < 5
+
+
+def test_ranks_that_share_out_rows_differently_are_told():
+    """Each of the two believes that all rows are its own, and pushes nothing."""
+
+    def program(comm):
+        counts = (4, 0), (0, 4)
+        for own in (*counts, counts[comm.rank]):
+            mk.gemm_reduce_scatter(A, B, comm=comm, row_counts=own)
+
+    began = time.monotonic()
+    all_are(
+        outcomes(2, program), mk.ArgumentMismatchError, "row_counts=[4, 0]", "row_counts=[0, 4]"
+    )
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("operator", SUMS)
+def test_a_rank_that_refuses_a_sum_alone_is_quoted_though_it_owns_no_rows(operator):
+    def program(comm):
+        operator(A[:2], B, comm=comm)
+        operator(A[:2].astype(int) if comm.rank == 2 else A[:2], B, comm=comm)
+
+    began = time.monotonic()
+    results = outcomes(3, program)
+    assert time.monotonic() - began < 5
+    assert isinstance(results[2], TypeError)
+    all_are(results[:2], mk.PeerError, "rank 2", "TypeError", "bfloat16, float16")
+
+
+def test_a_rank_that_nobody_waits_for_does_not_run_ahead_of_its_message():
+    """It owns no rows and has no terms; another kind of call follows."""
+
+    def program(comm):
+        k = 0 if comm.rank == 2 else 6
+        for step in range(40):
+            if comm.rank == step % 2:
+                time.sleep(0.002)
+            out = mk.gemm_reduce_scatter(A[:2, :k], B[:k], comm=comm)
+            np.testing.assert_array_equal(out, 12.0)
+            np.testing.assert_array_equal(mk.allgather_gemm(A, B, comm=comm), 6.0)
+
+    assert outcomes(3, program) == [None] * 3
 
 
 @pytest.mark.parametrize("warm", ["cold", "warm", "mixed"])

@@ -9,31 +9,55 @@ import worlds
 import mkernel_cp as mk
 from mkernel_cp.failure import Reason
 
-COUNTS, K, N = (3, 2, 4), 5, 3
 LAUNCHES = 3
+OPERATORS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
+# Of a rank: rows of the result that it owns, or brings; one of the three owns none of a sum.
+COUNTS = {
+    "allgather_gemm": (3, 2, 4),
+    "gemm_reduce_scatter": (3, 0, 2),
+    "gemm_allreduce": (1, 1, 0),
+}
 
 
 class World:
     """Three ranks whose launches are prepared, to be run by a simulator again and again."""
 
-    def __init__(self, lanes, split=(2, 2), **options):
-        self.size = len(COUNTS)
-        self.start = np.cumsum([0, *COUNTS])
-        self.lanes = lanes
+    def __init__(self, operator, lanes, split=(2, 2), **options):
+        self.size, self.lanes = 3, lanes
+        counts = COUNTS[operator]
+        m, k, n = sum(counts), 5, 3
+        rows = [slice(sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(self.size)]
         rng = np.random.default_rng(0)
-        self.data = rng.integers(-4, 5, (LAUNCHES, sum(COUNTS), K)).astype(np.float32)
-        self.b = rng.integers(-4, 5, (self.size, K, N)).astype(np.float32)
-        self.expected = self.data[:, None] @ self.b[None]
+        if operator == "allgather_gemm":
+            data = rng.integers(-4, 5, (LAUNCHES, m, k)).astype(np.float32)
+            self.a = [[launch[part] for part in rows] for launch in data]
+            b = rng.integers(-4, 5, (self.size, k, n)).astype(np.float32)
+            self.expected = data[:, None] @ b[None]
+        else:
+            data = rng.integers(-4, 5, (LAUNCHES, self.size, m, k)).astype(np.float32)
+            depths = (k, 0, 2)
+            self.a = [
+                [x[:, :depth] for x, depth in zip(launch, depths, strict=True)] for launch in data
+            ]
+            b = [rng.integers(-4, 5, (depth, n)).astype(np.float32) for depth in depths]
+            sums = [sum(x @ y for x, y in zip(launch, b, strict=True)) for launch in self.a]
+            scattered = operator == "gemm_reduce_scatter"
+            self.expected = [[x[part] if scattered else x for part in rows] for x in sums]
+        more = {} if operator == "gemm_allreduce" else {"row_counts": counts}
+        kind = {
+            "allgather_gemm": mk.AllGatherGemm,
+            "gemm_reduce_scatter": mk.GemmReduceScatter,
+            "gemm_allreduce": mk.GemmAllReduce,
+        }[operator]
         plan = mk.Options(split=split, tile=(2, 2, 2), chunk_bytes=24)
 
         def program(mpi):
             comm = mk.Communicator(mpi, **options)
-            a = comm.empty((COUNTS[comm.rank], K), np.float32)
-            out = np.empty((sum(COUNTS), N), np.float32)
-            b = self.b[comm.rank]
-            step = mk.AllGatherGemm(a, b, comm=comm, row_counts=COUNTS, options=plan)
+            a = comm.empty(self.a[0][comm.rank].shape, np.float32)
+            out = np.empty(self.expected[0][comm.rank].shape, np.float32)
+            step = kind(a, b[comm.rank], comm=comm, options=plan, **more)
             comm.hooks.lanes = lanes
-            return comm, step, a, b, out, step.prepare(a, b, out)
+            return comm, step, a, out, step.prepare(a, b[comm.rank], out)
 
         self.ranks = mk.LocalWorld(self.size).run(program)
 
@@ -42,15 +66,15 @@ class World:
         faults = []
 
         def host(rank, launch):
-            comm, _, a, _, out, _ = self.ranks[rank]
+            comm, _, a, out, _ = self.ranks[rank]
             ended_well = comm._signals.generation == first + launch + 1
             if launch >= 0:
-                right = out == self.expected[launch, rank]
+                right = out == self.expected[launch][rank]
                 # What was not finished is NaN; what was finished is right.
                 if not (right.all() if ended_well else (right | np.isnan(out)).all()):
                     faults.append((seed, rank, launch, out.copy()))
             if launch + 1 < LAUNCHES:
-                a[...] = self.data[launch + 1, self.start[rank] : self.start[rank + 1]]
+                a[...] = self.a[launch + 1][rank]
             else:
                 a[...] = np.nan
             out[...] = np.nan
@@ -59,7 +83,7 @@ class World:
 
         first = self.ranks[0][0]._signals.generation
         rows = []
-        for rank, (_, _, _, _, _, (request, _)) in enumerate(self.ranks):
+        for rank, (_, _, _, _, (request, _)) in enumerate(self.ranks):
             host(rank, -1)
             request.seed = 1 + seed * self.size + rank
             rows.append([request] * LAUNCHES)
@@ -89,20 +113,31 @@ def make_world():
     ("lanes", "split", "seeds"),
     [(1, (1, 1), 4000), (1, (2, 2), 4000), (2, (1, 2), 1000), (3, (2, 1), 1000)],
 )
-def test_every_interleaving_gives_the_right_result(make_world, lanes, split, seeds):
-    world = make_world(lanes, split)
-    for seed in range(seeds):
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_interleaving_gives_the_right_result(make_world, operator, lanes, split, seeds):
+    world = make_world(operator, lanes, split)
+    for seed in range(seeds if operator == "allgather_gemm" else seeds // 2):
         faults, _ = world.simulate(seed)
         assert not faults
         generations = {comm._signals.generation for comm, *_ in world.ranks}
         assert len(generations) == 1, f"seed {seed}: not all launches ended well"
 
 
-@pytest.mark.parametrize("stop_step", range(0, 480, 16))
-def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_world, stop_step):
+@pytest.mark.parametrize("operator", OPERATORS[1:])
+def test_sums_do_without_movers(make_world, operator):
+    world = make_world(operator, 1, (0, 2))
+    for seed in range(500):
+        faults, _ = world.simulate(seed)
+        assert not faults
+
+
+@pytest.mark.parametrize("part", range(30))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_world, operator, part):
     """In virtual time: ten minutes to enter, thirty seconds to go on."""
-    world = make_world(1)
-    faults, simulation = world.simulate(stop_step, stopped_rank=1, stop_step=stop_step)
+    world = make_world(operator, 1)
+    whole = world.simulate(part)[1].steps
+    faults, simulation = world.simulate(part, stopped_rank=1, stop_step=whole * part // 45)
     assert not faults
     reasons = set()
     for rank in (0, 2):
@@ -117,7 +152,7 @@ def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_world, stop_step):
 def test_a_simulation_repeats(make_world):
     steps = []
     for _ in range(2):
-        world = make_world(2)
+        world = make_world("allgather_gemm", 2)
         steps.append([world.simulate(seed)[1].steps for seed in range(20)])
         world.close()
     assert steps[0] == steps[1]

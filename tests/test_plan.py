@@ -309,3 +309,86 @@ def test_what_is_no_plan_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"plan\.json holds no plan of allgather_gemm"):
             plans.AllGatherGemmPlan.load(path)
+
+
+KINDS = plans.GemmReduceScatterPlan, plans.GemmAllReducePlan
+
+
+def make_reduction(kind, case, rank, options=OPTIONS[0]):
+    k, dtype = case.k_per_rank[rank], np.dtype(case.dtype)
+    tile = plans.choose_tile(case.row_counts, case.n, k, dtype, dtype, options, None)
+    return plans.plan_reduction(
+        *(kind, rank, case.row_counts, case.n, k, dtype, np.dtype(case.out_dtype)),
+        *(np.dtype(case.transfer_dtype), tile, options),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_of_sums_agree_between_ranks_and_fit(kind):
+    for size in (1, 2, 3, 7):
+        for case in cases("reduction", count=10, seed=size, world=size):
+            for options in OPTIONS:
+                each = [make_reduction(kind, case, rank, options) for rank in range(size)]
+                # What they push to each other: tiles, places, sizes.
+                assert len({(p.zones, p.tile[:2], p.part_rows) for p in each}) == 1
+                partials = each[0].zones[0]
+                rows, columns, _ = each[0].tile
+                for plan in each:
+                    own = -(-case.row_counts[plan.rank] // rows) * -(-case.n // columns)
+                    assert partials[0] >= (size - 1) * own
+                assert partials[1] >= rows * columns * each[0].transfer_dtype.itemsize
+                assert sum(p.bytes_from_peers for p in each) == sum_of_bytes(kind, case)
+
+
+def sum_of_bytes(kind, case):
+    """Of a sum: what crosses the links of all ranks, from the shapes."""
+    peers, elements = case.world - 1, case.m * case.n
+    partials = peers * elements * np.dtype(case.transfer_dtype).itemsize
+    sums = peers * elements * np.dtype(case.out_dtype).itemsize
+    return partials + sums * (kind is plans.GemmAllReducePlan)
+
+
+def test_stripes_are_whole_tiles_and_cover_the_columns():
+    for case in cases("reduction", count=20, seed=0, world=3):
+        for options in OPTIONS:
+            plan = make_reduction(plans.GemmAllReducePlan, case, 1, options)
+            assert 1 <= plan.stripes <= 4
+            assert plan.stripe_columns % plan.tile[1] == 0
+            assert plan.stripes * plan.stripe_columns >= case.n
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_of_sums_are_explained_and_kept(kind, tmp_path):
+    case = cases("reduction", count=1, seed=3, world=3)[-1]
+    plan = make_reduction(kind, case, 1)
+    text = plan.explain()
+    for fact in (kind.operator, "ranks 1, 2, 0", str(plan.bytes_from_peers), str(plan.memory)):
+        assert fact in text
+    plan.save(tmp_path / "plan.json")
+    assert kind.load(tmp_path / "plan.json") == plan
+    again = make_reduction(kind, case, 1, plan.options)
+    assert again == plan
+    other = KINDS[kind is KINDS[0]]
+    with pytest.raises(ValueError, match=f"no plan of {other.operator}"):
+        other.load(tmp_path / "plan.json")
+
+
+H100 = plans.Gpu("sm_90a", 132, 232448)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ALLOWED, ids=str)
+def test_plans_of_sums_for_a_gpu(kind, dtype):
+    counts, options = (1024,) * 4, mk.Options()
+    tile = plans.choose_tile(counts, 4096, 1024, dtype, dtype, options, H100)
+    plan = plans.plan_reduction(
+        kind, 2, counts, 4096, 1024, dtype, dtype, dtype, tile, options, capacity=132
+    )
+    assert plan.target == "cuda"
+    assert plan.engine == ("hopper" if dtype.itemsize == 2 else "portable")
+    assert plan.shared_bytes <= H100.shared_bytes
+    assert sum(plan.split) <= 132
+    assert all(agents % plan.cluster == 0 for agents in plan.split)
+    assert plan.tile[0] % plan.part_rows == 0
+    if kind is plans.GemmAllReducePlan:
+        assert plan.split[0] > 0  # who stores the sums of the others

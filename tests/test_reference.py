@@ -10,6 +10,8 @@ from mkernel_cp.reference import (
     accumulator_dtype,
     allgather_gemm,
     array_split_counts,
+    gemm_allreduce,
+    gemm_reduce_scatter,
     ring_attention,
     unit_roundoff,
 )
@@ -366,6 +368,103 @@ def test_arguments_are_checked():
     with pytest.raises(TypeError, match="float32 operands cannot give float16; use one of float32"):
         allgather_gemm([a], b, "float16")
     assert allgather_gemm([a.astype("f2")], b.astype("f2"), np.float32).dtype == np.float32
+
+
+RANKS = 4
+
+
+def terms(kind, depth, dtype):
+    """Operands of a sum over ranks; the third has no terms of its own."""
+    depths = (depth, 2 * depth, 0, depth + 1)
+    pairs = [make(kind, SIZE, k, SIZE, dtype, seed) for seed, k in enumerate(depths)]
+    return [list(blocks) for blocks in zip(*pairs, strict=True)]
+
+
+def added(a_blocks, b_blocks, rank, out, transfer, order=None):
+    """A rank's rows as a kernel makes them: own sums first, others rounded on their way."""
+    counts = array_split_counts(SIZE, RANKS)
+    rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    own, *others = order or [(rank + step) % RANKS for step in range(RANKS)]
+    total = sequential(a_blocks[own][rows], b_blocks[own])
+    for peer in others:
+        partial = sequential(a_blocks[peer][rows], b_blocks[peer])
+        total = total + partial.astype(transfer).astype(total.dtype)
+    return total.astype(out)
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive", "cancelling"])
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestSumsOverRanks:
+    @pytest.fixture(params=(1, 17, 333))
+    def blocks(self, dtype, kind, request):
+        return terms(kind, request.param, dtype)
+
+    def variants(self, dtype):
+        return [(out, transfer) for out in outputs(dtype) for transfer in outputs(dtype)]
+
+    def test_sums_in_ring_order_pass(self, blocks, dtype):
+        for out, transfer in self.variants(dtype):
+            parts = [added(*blocks, rank, out, transfer) for rank in range(RANKS)]
+            for rank, part in enumerate(parts):
+                expected = gemm_reduce_scatter(*blocks, None, rank, out, transfer)
+                expected.assert_close(part, f"rank {rank}")
+            gemm_allreduce(*blocks, out, transfer).assert_close(np.concatenate(parts))
+
+    def test_wrong_sums_are_refused(self, blocks, dtype):
+        for out, transfer in self.variants(dtype):
+            expected = gemm_reduce_scatter(*blocks, None, 1, out, transfer)
+            for order in ([1, 3], [1, 2, 0], [1, 3, 3], [1, 3, 0, 0], [3, 0], [0, 1, 3, 1]):
+                assert expected.check(added(*blocks, 1, out, transfer, order)) > 1
+            assert expected.check(added(*blocks, 0, out, transfer)) > 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_partial_sums_that_are_rounded_twice_are_refused_where_float32_is_asked_for(dtype):
+    blocks = terms("normal", 64, dtype)
+    coarse = added(*blocks, 0, "float32", dtype)
+    assert gemm_reduce_scatter(*blocks, None, 0, "float32", dtype).check(coarse) <= 1
+    assert gemm_reduce_scatter(*blocks, None, 0, "float32", "float32").check(coarse) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_over_one_rank_is_a_product(dtype):
+    a, b = make("normal", 10, 6, 4, dtype)
+    one, product = gemm_allreduce([a], [b]), allgather_gemm([a], b)
+    np.testing.assert_array_equal(one.value, product.value)
+    np.testing.assert_allclose(one.bound, product.bound, rtol=1e-15)
+
+
+def test_float64_sums_are_as_good_as_one_product():
+    a, b = make("normal", 5, 90, 4, "float64")
+    split = [30, 31]
+    blocks = np.split(a, split, axis=1), np.split(b, split)
+    np.testing.assert_array_equal(gemm_allreduce(*blocks).value, allgather_gemm([a], b).value)
+
+
+def test_rows_are_shared_out_as_asked_for():
+    blocks = [[x] * 3 for x in make("normal", 10, 6, 4, "float64")]
+    whole = gemm_allreduce(*blocks).value
+    for counts in (None, (0, 10, 0), (1, 2, 7)):
+        parts = [gemm_reduce_scatter(*blocks, counts, rank).value for rank in range(3)]
+        np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-15)
+
+
+def test_operands_of_sums_are_checked():
+    a, b = make("normal", 6, 5, 4, "float32")
+    with pytest.raises(ValueError, match="one of each per rank"):
+        gemm_allreduce([], [])
+    with pytest.raises(ValueError, match="one of each per rank"):
+        gemm_reduce_scatter([a, a], [b])
+    with pytest.raises(ValueError, match="2 dimensions"):
+        gemm_reduce_scatter([a[0]], [b])
+    with pytest.raises(ValueError, match="do not make a sum"):
+        gemm_reduce_scatter([a, a[1:]], [b, b])
+    with pytest.raises(ValueError, match="do not fit"):
+        gemm_reduce_scatter([a, a], [b, b], (3, 4))
+    with pytest.raises(TypeError, match="all must be the same"):
+        gemm_allreduce([a, a.astype("f8")], [b, b.astype("f8")])
+    with pytest.raises(TypeError, match="cannot give float16"):
+        gemm_reduce_scatter([a], [b], transfer_dtype="float16")
 
 
 def draw_attention(kind, n, columns, dtype, heads=(1, 1), batch=1):

@@ -10,7 +10,7 @@ import functools
 import traceback
 
 import numpy as np
-from shapes import Case
+from shapes import Case, ReductionCase, operands, reduction_operands
 
 import mkernel_cp as mk
 from mkernel_cp import reference
@@ -128,10 +128,18 @@ def row_counts(case: Case):
 @functools.lru_cache(maxsize=512)
 def expected(case: Case, seed: int, rank: int, integers: bool = False) -> reference.Expected:
     """The reference of one rank."""
-    from shapes import operands
-
     a_blocks, b_blocks = operands(case, seed, integers=integers)
     return reference.allgather_gemm(a_blocks, b_blocks[rank], case.out_dtype)
+
+
+@functools.lru_cache(maxsize=512)
+def expected_sum(case: ReductionCase, seed: int, rank: int | None, integers: bool = False):
+    """The reference of one rank's rows, or of the whole sum."""
+    blocks = reduction_operands(case, seed, integers=integers)
+    types = case.out_dtype, case.transfer_dtype
+    if rank is None:
+        return reference.gemm_allreduce(*blocks, *types)
+    return reference.gemm_reduce_scatter(*blocks, case.row_counts, rank, *types)
 
 
 def nan_filled(shape, dtype, order="C"):

@@ -10,7 +10,8 @@ from .. import compiler, plan
 from ..errors import CompileError, ConfigurationError
 from .job import say
 
-_OPERATORS = ("allgather_gemm",)
+# And whether partial sums travel, whose dtype then is that of the operands.
+_OPERATORS = (("allgather_gemm", False), ("gemm_reduce_scatter", True), ("gemm_allreduce", True))
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
@@ -19,14 +20,14 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     jobs = list(itertools.product(_OPERATORS, plan.DTYPES, (None, np.float32)))
     kernels = 0
     try:
-        for name, dtype, requested in jobs:
+        for (name, sums), dtype, requested in jobs:
             if requested is not None and dtype.itemsize > 2:
                 continue
             out_dtype = plan.output_dtype(dtype, requested)
             compiler.cubin(
                 compiler.kernel_source(name),
                 arguments.arch,
-                defines=plan.type_defines(dtype, out_dtype),
+                defines=plan.type_defines(dtype, out_dtype, dtype if sums else None),
             )
             kernels += 1
     except (CompileError, ConfigurationError, ValueError) as error:

@@ -15,6 +15,9 @@ import numpy as np
 from .. import __version__, reference
 from ..communicator import Communicator
 from ..operators.allgather_gemm import AllGatherGemm
+from ..operators.gemm import GemmOperator
+from ..operators.gemm_allreduce import GemmAllReduce
+from ..operators.gemm_reduce_scatter import GemmReduceScatter
 from ..operators.ring_attention import RingAttention
 from .job import CommandError
 
@@ -24,7 +27,7 @@ _TARGETS = {
     "cuda": "small shapes, launched one by one; not a measure of speed",
 }
 _HEADINGS = (
-    ("operator", "<16"),
+    ("operator", "<20"),
     ("shape", "<34"),
     ("dtype", "<20"),
     ("world", ">5"),
@@ -111,12 +114,43 @@ def _allgather_gemm(comm: Communicator, case: _GemmCase) -> _Measured:
     blocks = [random.standard_normal((m, case.k)).astype(case.dtype) for m in case.row_counts]
     random = np.random.default_rng(1 + comm.rank)
     b = random.standard_normal((case.k, case.n)).astype(case.dtype)
-    b = comm.machine.asarray(b, None)
+    expected = reference.allgather_gemm(blocks, b, case.out_dtype)
     a = comm.asarray(blocks[comm.rank])
-    with AllGatherGemm(a, b, comm=comm, row_counts=case.row_counts, dtype=case.out_dtype) as step:
-        expected = reference.allgather_gemm(blocks, comm.machine.asnumpy(b), case.out_dtype)
-        planned = step.plan.bytes_from_peers
-        return _measure(comm, expected, lambda out: step(a, b, out=out), planned)
+    return _measure(comm, AllGatherGemm, expected, a, b, row_counts=case.row_counts)
+
+
+def _sum_cases(size: int) -> Iterator[_GemmCase]:
+    """K is that of one rank; the last one has no more than a row for each."""
+    for dtype in ("bfloat16", "float16", "float32", "float64"):
+        yield _GemmCase((48,) * size, 64, 96, dtype, dtype)
+    odd = reference.array_split_counts(37 * size + size // 2, size)
+    yield _GemmCase(odd, 77, 33, "bfloat16", "float32")
+    yield _GemmCase(odd, 131, 65, "float64", "float64")
+    few = reference.array_split_counts(size - 1, size)
+    yield _GemmCase(few, 77, 19, "float16", "float16")
+
+
+def _terms(case: _GemmCase, size: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the operands of all ranks."""
+    random, m = np.random.default_rng(0), sum(case.row_counts)
+    a_blocks, b_blocks = (
+        [random.standard_normal(shape).astype(case.dtype) for _ in range(size)]
+        for shape in ((m, case.k), (case.k, case.n))
+    )
+    return a_blocks, b_blocks
+
+
+def _gemm_reduce_scatter(comm: Communicator, case: _GemmCase) -> _Measured:
+    blocks = _terms(case, comm.size)
+    expected = reference.gemm_reduce_scatter(*blocks, case.row_counts, comm.rank, case.out_dtype)
+    own = (block[comm.rank] for block in blocks)
+    return _measure(comm, GemmReduceScatter, expected, *own, row_counts=case.row_counts)
+
+
+def _gemm_allreduce(comm: Communicator, case: _GemmCase) -> _Measured:
+    blocks = _terms(case, comm.size)
+    expected = reference.gemm_allreduce(*blocks, case.out_dtype)
+    return _measure(comm, GemmAllReduce, expected, *(block[comm.rank] for block in blocks))
 
 
 @dataclass(frozen=True)
@@ -168,12 +202,26 @@ def _ring_attention(comm: Communicator, case: _AttentionCase) -> _Measured:
         q, k, v, comm=comm, seq_counts=case.row_counts, return_lse=True, **asked
     ) as step:
         planned = step.plan.bytes_from_peers
-        measured = _measure(comm, expected, lambda out: step(q, k, v, out=(out, lse)), planned)
+        measured = _time(comm, expected, lambda out: step(q, k, v, out=(out, lse)), planned)
     error = expected_lse.check(comm.machine.asnumpy(lse))
     return replace(measured, error=max(error, measured.error))
 
 
 def _measure(
+    comm: Communicator,
+    kind: type[GemmOperator],
+    expected: reference.Expected,
+    a: Any,
+    b: Any,
+    **asked: Any,
+) -> _Measured:
+    a, b = (comm.machine.asarray(x, None) for x in (a, b))
+    with kind(a, b, comm=comm, dtype=expected.dtype, **asked) as step:
+        planned = step.plan.bytes_from_peers
+        return _time(comm, expected, lambda out: step(a, b, out=out), planned)
+
+
+def _time(
     comm: Communicator,
     expected: reference.Expected,
     call: Callable[[np.ndarray], Any],
@@ -210,6 +258,8 @@ class _Operator:
 
 _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm),
+    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter),
+    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
     _Operator("ring_attention", _attention_cases, _ring_attention, ("host",)),
 )
 

@@ -8,7 +8,7 @@ import signal
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from ..communicator import Communicator
-from ..operators import allgather_gemm as operator
+from ..operators import allgather_gemm as gather
+from ..operators import gemm_allreduce as reduce
+from ..operators import gemm_reduce_scatter as scatter
 from ..plan import check_dtype, output_dtype
 from .job import together
 
@@ -27,6 +29,61 @@ _VOID = np.dtype("V2")
 
 def allgather_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
     """Multiply two files into a third; the rows of A and columns of B and C are split by rank."""
+
+    def work(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        rows, columns = comm.rows(a.shape[0]), comm.rows(b.shape[1])
+        counts = comm.row_counts(a.shape[0])
+        own = _operands(comm, a[rows], b[:, columns])
+        _store(comm, c[:, columns], gather.allgather_gemm, *own, row_counts=counts)
+
+    return _multiply(comm, arguments, work)
+
+
+def gemm_reduce_scatter(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Multiply two files into a third; the columns of A and rows of B and C are split by rank."""
+
+    def work(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        depth, rows = comm.rows(b.shape[0]), comm.rows(a.shape[0])
+        own = _operands(comm, a[:, depth], b[depth])
+        _store(comm, c[rows], scatter.gemm_reduce_scatter, *own)
+
+    return _multiply(comm, arguments, work)
+
+
+def gemm_allreduce(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Do the same with the whole sum on every rank, each of which writes some rows."""
+
+    def work(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        depth, rows = comm.rows(b.shape[0]), comm.rows(a.shape[0])
+        own = _operands(comm, a[:, depth], b[depth])
+        result = reduce.gemm_allreduce(*own, comm=comm, dtype=c.dtype)
+        c[rows] = comm.machine.asnumpy(result)[rows]
+        comm.synchronize()
+
+    return _multiply(comm, arguments, work)
+
+
+def _operands(comm: Communicator, *parts: np.ndarray) -> Iterator[Any]:
+    return (comm.machine.asarray(part, None) for part in parts)
+
+
+def _store(
+    comm: Communicator, part: np.ndarray, call: Callable[..., Any], a: Any, b: Any, **asked: Any
+) -> None:
+    """Make a call whose result is a part of the output."""
+    out = part if comm.target == "host" else None
+    result = call(a, b, comm=comm, out=out, dtype=part.dtype, **asked)
+    if out is None:
+        part[...] = comm.machine.asnumpy(result)
+        comm.synchronize()
+
+
+def _multiply(
+    comm: Communicator,
+    arguments: argparse.Namespace,
+    work: Callable[[np.ndarray, np.ndarray, np.ndarray], None],
+) -> int:
+    """Open the files, have `work` fill in this rank's part of the output, and say so."""
     matrices: list[np.ndarray] = []
 
     def open_inputs() -> str:
@@ -42,24 +99,11 @@ def allgather_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
 
     name = together(comm, "to open the inputs", open_inputs)[0]
     a, b = matrices
-    rows, columns = comm.rows(a.shape[0]), comm.rows(b.shape[1])
     dtype = output_dtype(a.dtype, arguments.dtype)
     shape = (a.shape[0], b.shape[1])
     start = time.perf_counter()
     with _output(comm, arguments.output, name, shape, dtype) as c:
-        here = comm.machine.asarray
-        out = c[:, columns] if comm.target == "host" else None
-        result = operator.allgather_gemm(
-            here(a[rows], None),
-            here(b[:, columns], None),
-            comm=comm,
-            row_counts=comm.row_counts(a.shape[0]),
-            out=out,
-            dtype=dtype,
-        )
-        if out is None:
-            c[:, columns] = comm.machine.asnumpy(result)
-            comm.synchronize()
+        work(a, b, c)
     if comm.rank == 0:
         print(
             f"{arguments.output}: {shape} {dtype} = {a.shape} @ {b.shape} {a.dtype}, "

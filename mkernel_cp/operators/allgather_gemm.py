@@ -5,15 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import compiler, errors, structs
 from .. import plan as plans
+from .. import structs
 from ..communicator import Arena, Communicator, extent
-from ..kernel import Kernel
 from ..memory import Location
 from . import operands
-
-# Triples of operands for which a call need not be prepared again.
-_MOST_READY = 64
+from .gemm import GemmOperator, GemmSpec
 
 
 def allgather_gemm(
@@ -84,25 +81,19 @@ def allgather_gemm(
     >>> with mk.Communicator() as comm:
     ...     c = mk.allgather_gemm(a[comm.rows(m)], b, comm=comm, row_counts=comm.row_counts(m))
     """
-    operands.check_communicator(comm)
-    with comm.calling("allgather_gemm()"), comm.machine.on(stream):
-        own, other = _pair(a, b, comm)
-        spec = _Spec(own, other, comm, row_counts, dtype, options)
-        step = comm.plans.get(spec)
-        if step is None:
-            result = operands.output(
-                out, spec.out_shape, spec.out_dtype, (("a", own), ("b", other)), comm.machine
-            )
-            try:
-                step = comm.plans[spec] = AllGatherGemm._from_spec(spec, comm, own, other)
-            except errors.Error:
-                if out is not None and comm.closed:
-                    comm.machine.fill(result.array, np.nan)
-                raise
-        return step(a, b, out=out)
+    return AllGatherGemm.call(
+        a, b, comm, out, stream, row_counts=row_counts, dtype=dtype, options=options
+    )
 
 
-class AllGatherGemm:
+class _Spec(GemmSpec):
+    def __init__(self, a, b, comm, row_counts, dtype, options):
+        super().__init__(a, b, dtype, options)
+        self.row_counts = operands.counts("row_counts", row_counts, len(a), comm.rank, comm.size)
+        self.out_shape = (sum(self.row_counts), self.n)
+
+
+class AllGatherGemm(GemmOperator):
     """`allgather_gemm`, planned once for shapes and dtypes, and called often.
 
     Takes the arguments of the function; making one is collective. A context manager.
@@ -118,6 +109,11 @@ class AllGatherGemm:
     ...     step(a, b, out=c)
     """
 
+    function = "allgather_gemm"
+    params_struct = "AllGatherGemmParams"
+    spec_type = _Spec
+    plan: plans.AllGatherGemmPlan
+
     def __init__(
         self,
         a: np.ndarray,
@@ -130,37 +126,18 @@ class AllGatherGemm:
         stream: Any = None,
         options: plans.Options | None = None,
     ):
-        operands.check_communicator(comm)
-        with comm.calling("AllGatherGemm()"), comm.machine.on(stream):
-            own, other = _pair(a, b, comm)
-            spec = _Spec(own, other, comm, row_counts, dtype, options)
-            inputs = ("a", own), ("b", other)
-            operands.output(out, spec.out_shape, spec.out_dtype, inputs, comm.machine)
-            self._set_up(spec, comm, own, other)
+        self._plan(a, b, comm, out, stream, row_counts=row_counts, dtype=dtype, options=options)
 
-    @classmethod
-    def _from_spec(
-        cls, spec: "_Spec", comm: Communicator, a: np.ndarray, b: np.ndarray
-    ) -> "AllGatherGemm":
-        self = cls.__new__(cls)
-        self._set_up(spec, comm, a, b)
-        return self
+    def _agreed_text(self) -> str:
+        spec, chunk = self._spec, self._spec.options.chunk_bytes
+        tail = "" if chunk is None else f", chunk_bytes={chunk}"
+        return (
+            f"allgather_gemm(row_counts={list(spec.row_counts)}, K={spec.k}, "
+            f"{spec.dtype.name} -> {spec.out_dtype.name}{tail})"
+        )
 
-    def _set_up(self, spec: "_Spec", comm: Communicator, a: np.ndarray, b: np.ndarray) -> None:
-        self._spec, self._comm = spec, comm
-        self._what = spec.agreed_text()
-        self._tile: Any = None  # of a GPU's engine
-        if comm.machine.gpu is not None:
-            self._tile = plans.gpu_tile(
-                spec.row_counts,
-                spec.n,
-                spec.k,
-                spec.dtype,
-                spec.out_dtype,
-                spec.options,
-                comm.machine.gpu,
-            )
-        self._b_by_columns = operands.prefers_columns(b) is True
+    def _agree(self, a: np.ndarray) -> bool:
+        spec = self._spec
 
         def compile_and_prefer() -> bool | None:
             preference = operands.prefers_columns(a)
@@ -177,49 +154,18 @@ class AllGatherGemm:
             )
             return signals, max(sizes)
 
-        preferences = set(comm.agreement(self._what, need, compile_and_prefer)) - {None}
-        self._kernel, capacity = self._load(preferences == {True}), 0
-        if self._tile is not None:
-            shared_bytes = self._tile.shared_bytes(spec.dtype, spec.out_dtype)
-            capacity = self._kernel.capacity(shared_bytes)
-        self.plan = plans.plan_allgather_gemm(
-            comm.rank,
-            spec.row_counts,
-            spec.n,
-            spec.k,
-            spec.dtype,
-            spec.out_dtype,
-            preferences == {True},
-            spec.options,
-            comm.machine.gpu,
-            capacity,
-        )
-        self._bind(comm.arena)
+        preferences = set(self._comm.agreement(self._what, need, compile_and_prefer)) - {None}
+        return preferences == {True}
 
-    def _load(self, a_by_columns: bool) -> Any:
-        """Return the kernel for operands in these orders, compiled and loaded."""
-        spec, defines = self._spec, plans.type_defines(self._spec.dtype, self._spec.out_dtype)
-        words: dict[str, Any] = dict(defines)
-        if self._tile is not None:
-            words |= self._tile.defines(spec.dtype)
-        if self._mapped:
-            words |= {"MK_A_BY_COLUMNS": a_by_columns, "MK_B_BY_COLUMNS": self._b_by_columns}
-        source = str(compiler.kernel_source("allgather_gemm"))
-        return self._comm.load(
-            Kernel(source, "allgather_gemm", tuple(compiler.macros(words).items()))
+    def _make_plan(self, capacity: int) -> plans.AllGatherGemmPlan:
+        spec, comm = self._spec, self._comm
+        return plans.plan_allgather_gemm(
+            *(comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype, spec.out_dtype),
+            *(self._a_by_columns, spec.options, comm.machine.gpu, capacity),
         )
 
-    @property
-    def _mapped(self) -> bool:
-        """Whether the engine reads operands, and stores the result, through tensor maps."""
-        return self._tile is not None and self._tile.engine == "hopper"
-
-    def _bind(self, arena: Arena) -> None:
-        """Fill in the structs with the addresses that this arena gives."""
+    def _constants(self, arena: Arena, base: int) -> Any:
         structures, plan, comm = structs.shared(), self.plan, self._comm
-        self._arena = arena
-        self._ready: dict[Any, Any] = {}
-        base = comm.segments[arena.number]
         offsets = [arena.data_offset_for(arena.signals) + at for at in plan.arena_offsets()]
         self._stage = Location(arena.number, offsets[comm.rank])
         ranks = range(comm.size)
@@ -228,12 +174,10 @@ class AllGatherGemm:
             "row_start": np.array(plan.row_start, np.int64),
             "first_chunk": first_chunk[:-1].astype(np.int64),
             "rows": (structures.Matrix * comm.size)(
-                *(self._landing(base.address + offsets[rank], rank) for rank in ranks)
+                *(self._landing(base + offsets[rank], rank) for rank in ranks)
             ),
         }
-        constant = comm.machine.constant
-        self._arrays = {name: constant(array) for name, array in arrays.items()}
-        constants = structures.AllGatherGemmPlan(
+        return structures.AllGatherGemmPlan(
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
             n=plan.n,
@@ -244,105 +188,21 @@ class AllGatherGemm:
                 chunk_rows=plan.chunk[0],
                 chunk_k=plan.chunk[1],
                 phase_k=plan.phase_k,
-                arrived=base.address,
-                **{name: array.address for name, array in self._arrays.items()},
+                arrived=base,
+                **{name: self._constant(name, array) for name, array in arrays.items()},
             ),
         )
-        self._arrays["plan"] = constant(constants)
-        self._params = structures.AllGatherGemmParams(
-            world=comm.world_address, plan=self._arrays["plan"].address
-        )
-        self._params.message.digest = constants.digest
 
-    def __call__(
-        self, a: np.ndarray, b: np.ndarray, *, out: np.ndarray | None = None, stream: Any = None
-    ) -> np.ndarray:
-        """Return A @ b for operands of the planned shapes and dtypes; see `allgather_gemm`."""
-        comm = self._comm
-        if comm is None:
-            raise ValueError("this plan is closed: make another")
-        with comm.calling(self._what), comm.machine.on(stream):
-            ready = self._ready_for(a, b, out)
-            if ready is None:
-                return self._call(a, b, out)
-            comm.machine.begin()
-            comm.machine.hold(self._arrays, a, b, out)
-            comm.run(self._kernel, ready, self._what)
-            return out
-
-    def _ready_for(self, a: Any, b: Any, out: Any) -> Any:
-        """Return what was prepared for an earlier call with the same arrays, if it still holds."""
-        if out is None or self._arena is not self._comm.arena:
-            return None
-        return self._ready.get(self._comm.machine.key(a, b, out))
-
-    def _call(self, a: Any, b: Any, out: Any) -> Any:
-        comm, machine, spec = self._comm, self._comm.machine, self._spec
-        own, other = (operands.Operand(*pair, machine) for pair in (("a", a), ("b", b)))
-        spec.check(own.shadow, other.shadow)
-        inputs = ("a", own.shadow), ("b", other.shadow)
-        result = operands.output(out, spec.out_shape, spec.out_dtype, inputs, machine)
-        machine.begin()
-        if machine.capturing and out is None:
-            raise ValueError("a call that a CUDA graph captures needs out=")
-        # A kernel steps in whole elements; what does not is copied.
-        target = result
-        if operands.strides(result.shadow) is None:
-            target = operands.Operand("out", machine.empty(spec.out_shape, spec.out_dtype), machine)
-        request, used = self._request(own, other, target)
-        machine.hold(self._arrays, used, result)
-        try:
-            comm.run(self._kernel, request, self._what)
-        finally:
-            if target is not result:
-                machine.copy(result.array, target.array)
-        key = out is not None and machine.key(a, b, out)
-        if key and used == (own, other, result):
-            if len(self._ready) == _MOST_READY:
-                self._ready.clear()
-            self._ready[key] = request
-        return result.array if out is None else out
-
-    def prepare(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> tuple[Any, Any]:
-        """Return the launch struct for checked operands, and what must live until it has run."""
-        machine = self._comm.machine
-        return self._request(
-            *(operands.Operand(name, x, machine) for name, x in (("a", a), ("b", b), ("out", out)))
-        )
-
-    def _request(
-        self, a: operands.Operand, b: operands.Operand, out: operands.Operand
-    ) -> tuple[Any, Any]:
-        comm, spec = self._comm, self._spec
-        if self._arena is not comm.arena:
-            comm.machine.refuse_capture(self._what)
-            self._bind(comm.arena)
-        params = self._params
-        place, pitch, a_rows = self._operand(a)
-        params.message.operand.segment = place.segment
-        params.message.operand.offset = place.offset
-        params.message.operand_pitch = pitch
-        if not self._readable(b.shadow, self._b_by_columns):
-            aligned = self._aligned(b.shadow.shape, self._b_by_columns)
-            comm.machine.copy(aligned, b.array)
-            b = operands.Operand("b", aligned, comm.machine)
-        _set_matrix(params.a, a_rows.shadow)
-        _set_matrix(params.b, b.shadow)
-        _set_matrix(params.c, out.shadow)
-        if self._mapped:
-            tile, plan = self._tile, self.plan
-            own, other = tile.boxes(spec.dtype, plan.by_columns, self._b_by_columns)
-            self._map(params.a, a_rows.shadow, plan.by_columns, own)
-            self._map(params.b, b.shadow, self._b_by_columns, other)
-            self._map(params.c, out.shadow, False, (128 // out.shadow.itemsize, 64))
-        request = comm.prepare(self._kernel, params, sum(self.plan.split), self.plan.shared_bytes)
-        return request, (a_rows, b, out)
+    def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
+        place, message.operand_pitch, rows = self._operand(a)
+        message.operand.segment, message.operand.offset = place.segment, place.offset
+        return rows
 
     def _operand(self, a: operands.Operand) -> tuple[Location, int, operands.Operand]:
         """Return where peers find this rank's rows, their pitch, and the rows."""
         comm, plan, rows = self._comm, self.plan, a.shadow
         pitch = operands.line_pitch(rows, plan.by_columns)
-        if self._readable(rows, plan.by_columns):
+        if self._is_readable(rows, plan.by_columns):
             if comm.size == 1:
                 return self._stage, 0, a
             if pitch is not None and comm.in_segment(rows):
@@ -355,20 +215,6 @@ class AllGatherGemm:
         staged = staged.T if plan.by_columns else staged
         comm.machine.copy(staged, a.array)
         return self._stage, pitch, operands.Operand("a", staged, comm.machine)
-
-    def _readable(self, array: np.ndarray, by_columns: bool) -> bool:
-        """Return whether the engine takes an operand as it lies."""
-        if self._mapped:
-            return operands.aligned_lines(array, by_columns) is not None
-        return operands.strides(array) is not None
-
-    def _aligned(self, shape: tuple[int, int], by_columns: bool) -> Any:
-        """Return a new array that every engine reads well."""
-        machine, dtype = self._comm.machine, self._spec.dtype
-        lines, run = shape[::-1] if by_columns else shape
-        pitch = plans.line_pitch(run, dtype) // dtype.itemsize
-        array = machine.empty((lines, pitch), dtype)[:, :run]
-        return array.T if by_columns else array
 
     def _landing(self, address: int, rank: int) -> Any:
         """Return the ``Matrix`` in which a rank's rows land."""
@@ -384,81 +230,3 @@ class AllGatherGemm:
             words = machine.tensor_map(address, spec.dtype, extents, plan.pitch(rank), box)
             to.map.opaque[:], to.mapped = words, 1
         return to
-
-    def _map(self, to: Any, array: np.ndarray, by_columns: bool, box: tuple[int, int]) -> None:
-        """Give a ``Matrix`` a tensor map, if its lines can have one."""
-        lines = operands.aligned_lines(array, by_columns)
-        to.mapped = int(lines is not None and array.size > 0)
-        if to.mapped:
-            words = self._comm.machine.tensor_map(array.ctypes.data, array.dtype, *lines, box)
-            to.map.opaque[:] = words
-
-    def close(self) -> None:
-        """Forget the plan. Local; nothing waits for it."""
-        self._arrays, self._ready, self._comm = {}, {}, None
-
-    def __enter__(self) -> "AllGatherGemm":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
-
-
-def _pair(a: Any, b: Any, comm: Communicator) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shadows of two operands."""
-    return tuple(operands.Operand(*x, comm.machine).shadow for x in (("a", a), ("b", b)))
-
-
-class _Spec:
-    """What was asked for: the checked arguments, less the data."""
-
-    def __init__(self, a, b, comm, row_counts, dtype, options):
-        operands.matrix("a", a)
-        operands.matrix("b", b)
-        self.dtype = operands.same_dtype(a, b)
-        self.k, self.n = b.shape
-        if a.shape[1] != self.k:
-            raise ValueError(
-                f"a has shape {a.shape}, b {b.shape}: a needs as many columns as b has rows"
-            )
-        self.row_counts = operands.counts("row_counts", row_counts, len(a), comm.rank, comm.size)
-        self.out_dtype = plans.output_dtype(self.dtype, dtype)
-        if options is not None and not isinstance(options, plans.Options):
-            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
-        self.options = options or plans.Options()
-        self.own_rows = len(a)
-        self.out_shape = (sum(self.row_counts), self.n)
-        self._key = (self.row_counts, self.k, self.n, self.dtype, self.out_dtype, self.options)
-
-    def agreed_text(self) -> str:
-        """Return all that the ranks must agree on, as text."""
-        options = self.options.chunk_bytes
-        tail = "" if options is None else f", chunk_bytes={options}"
-        return (
-            f"allgather_gemm(row_counts={list(self.row_counts)}, K={self.k}, "
-            f"{self.dtype.name} -> {self.out_dtype.name}{tail})"
-        )
-
-    def check(self, a: np.ndarray, b: np.ndarray) -> None:
-        """Refuse operands that are not as planned."""
-        for name, array, shape in (
-            ("a", a, (self.own_rows, self.k)),
-            ("b", b, (self.k, self.n)),
-        ):
-            operands.matrix(name, array)
-            if array.shape != shape or array.dtype != self.dtype:
-                raise ValueError(
-                    f"{name} has shape {array.shape} and dtype {array.dtype}: this plan is for "
-                    f"{shape} and {self.dtype}; make another for other operands"
-                )
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Spec) and self._key == other._key
-
-
-def _set_matrix(to: Any, array: np.ndarray) -> None:
-    to.data = array.ctypes.data
-    to.row_stride, to.column_stride = operands.strides(array)

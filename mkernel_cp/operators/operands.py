@@ -57,6 +57,16 @@ def counts(
     """Return how many rows or positions every rank has; None means as many as here."""
     if value is None:
         return (own,) * size
+    result = numbers(name, value, size)
+    if result[rank] != own:
+        raise ValueError(
+            f"{name}[{rank}] is {result[rank]}, but this rank, {rank}, passes {own} {what}"
+        )
+    return result
+
+
+def numbers(name: str, value: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return one number per rank, each at least 0; TypeError or ValueError otherwise."""
     try:
         result = tuple(value)
         if not all(isinstance(count, int | np.integer) for count in result):
@@ -66,10 +76,6 @@ def counts(
     result = tuple(map(int, result))
     if len(result) != size or min(result) < 0:
         raise ValueError(f"{name}={list(result)}: use {size} numbers, one per rank, each >= 0")
-    if result[rank] != own:
-        raise ValueError(
-            f"{name}[{rank}] is {result[rank]}, but this rank, {rank}, passes {own} {what}"
-        )
     return result
 
 

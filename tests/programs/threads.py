@@ -24,6 +24,12 @@ def program(comm, lanes):
         )
         for split in ((1, 1), (2, 2))
     ]
+    terms = np.empty((70, 9), np.float32), np.empty((9, 80), np.float32)
+    sums = [
+        kind(*terms, comm=comm, options=mk.Options(split, (16, 16, 8)))
+        for split in ((1, 1), (0, 2))
+        for kind in (mk.GemmReduceScatter, mk.GemmAllReduce)
+    ]
     worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000, 300_000))
     for step in range(8):
         a[...], b[...] = rng.standard_normal(a.shape), rng.standard_normal(b.shape)
@@ -31,6 +37,13 @@ def program(comm, lanes):
         out = plans[step % 2](a, b)
         if not np.allclose(out, np.vstack(blocks) @ b, atol=1e-4):
             raise SystemExit("wrong result")
+        for x in terms:
+            x[...] = rng.standard_normal(x.shape)
+        whole = sum(comm.agree("products", lambda: terms[0] @ terms[1]))
+        out = sums[step % 4](*terms)
+        rows = slice(None) if step % 2 else comm.rows(70)
+        if not np.allclose(out, whole[rows], atol=1e-4):
+            raise SystemExit("wrong sum")
 
 
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):

@@ -32,4 +32,14 @@ MK_DEVICE Pending copy(const Agent& agent, Lines to, Lines from, i64 lines, i64 
     return Pending(agent, to, from, lines, bytes);
 }
 
+// What the lanes of an agent have written by themselves, here or at a peer.
+class Writes {
+public:
+    MK_DEVICE Completed complete(const Agent& agent) const {
+        interleave();
+        agent.sync();
+        return Completed();
+    }
+};
+
 }  // namespace mk

@@ -124,6 +124,11 @@ MK_DEVICE void barrier_init(u64* barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
+// Before its memory is used for anything else, or for another barrier.
+MK_DEVICE void barrier_invalidate(u64* barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // After barrier_init: before the cluster or a bulk copy may use the barriers.
 MK_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 

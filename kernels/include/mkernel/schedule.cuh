@@ -61,70 +61,98 @@ struct Tile {
     Range columns;
 };
 
-// The tiles of one agent out of `agents`, in the order in which their rows are expected: own ones, then those of rank + 1,
+// The tiles of one agent out of `agents`, rank by rank around the ring: those of rank + first step, of the step after it,
 // ... Within a rank a group of row blocks, whose rows arrive together, comes with all its columns before the next group.
-class OwnRowsFirst {
+class RingTiles {
 public:
     static constexpr u32 group = 8;  // row blocks that are worked on together: the columns of B stay in the L2 cache
 
     struct Grid {
         u64 rank, size;
         const i64* row_start;
-        i64 n;
+        Range columns;
         TileShape tile;
     };
+    struct Steps {
+        u64 first, end;  // in [0, size]; 0 is the rank itself
+    };
 
-    MK_DEVICE OwnRowsFirst(Grid grid, u64 agent, u64 agents) : grid_(grid), agent_(agent), agents_(agents) {}
+    // `before`: tiles that these agents have shared out already, so that those with one less go on.
+    MK_DEVICE RingTiles(Grid grid, Steps steps, u64 agent, u64 agents, u64 before = 0)
+        : grid_(grid), steps_(steps), agent_(agent), agents_(agents), before_(before) {}
 
     class Iterator {
     public:
-        MK_DEVICE Iterator(const Grid& grid, u64 agent, u64 agents, u64 ring)
-            : grid_(grid), columns_(u32(ceil_div(grid.n, grid.tile.columns))), index_(i32(agent)),
-              forth_(2 * i32(agents - agent) - 1), back_(2 * i32(agent) + 1), ring_(ring) {
-            if (ring_ < grid_.size) enter(), settle();
+        MK_DEVICE Iterator(const RingTiles& tiles, u64 step)
+            : tiles_(tiles), columns_(u32(ceil_div(tiles.grid_.columns.size(), tiles.grid_.tile.columns))),
+              ring_(step) {
+            const i32 agents = i32(tiles.agents_), agent = i32(tiles.agent_), before = i32(tiles.before_);
+            const i32 wave = before / agents;
+            index_ = wave * agents + (wave % 2 ? agents - 1 - agent : agent) - before;
+            forth_ = 2 * (wave % 2 ? agent : agents - 1 - agent) + 1;
+            back_ = 2 * agents - forth_;
+            if (ring_ == tiles.steps_.end) return;
+            enter();
+            if (index_ < 0) turn();
+            settle();
         }
         MK_DEVICE Tile operator*() const {
             u32 index = u32(index_), first = index / (group * columns_) * group, rest = index - first * columns_;
-            u32 blocks = u32(ceil_div(rows_, grid_.tile.rows)), height = blocks - first < group ? blocks - first : group;
-            return {source_, block(first + rest % height, grid_.tile.rows, rows_),
-                    block(rest / height, grid_.tile.columns, grid_.n)};
+            u32 blocks = u32(ceil_div(rows_, tile().rows)), height = blocks - first < group ? blocks - first : group;
+            Range columns = block(rest / height, tile().columns, tiles_.grid_.columns.size());
+            return {source_, block(first + rest % height, tile().rows, rows_),
+                    {tiles_.grid_.columns.begin + columns.begin, tiles_.grid_.columns.begin + columns.end}};
         }
         // There and back: whoever got the first tile of one wave gets the last of the next, which may be a smaller one.
-        MK_DEVICE Iterator& operator++() {
+        MK_DEVICE Iterator& operator++() { return turn(), settle(), *this; }
+        MK_DEVICE bool operator!=(const Iterator& other) const { return ring_ != other.ring_; }
+
+    private:
+        MK_DEVICE const TileShape& tile() const { return tiles_.grid_.tile; }
+        MK_DEVICE i32 count() const { return i32(ceil_div(rows_, tile().rows) * columns_); }
+        MK_DEVICE void turn() {
             index_ += forth_;
             i32 swap = forth_;
             forth_ = back_;
             back_ = swap;
-            settle();
-            return *this;
         }
-        MK_DEVICE bool operator!=(const Iterator& other) const { return ring_ != other.ring_; }
-
-    private:
-        MK_DEVICE i32 tiles() const { return i32(ceil_div(rows_, grid_.tile.rows) * columns_); }
         MK_DEVICE void enter() {
-            source_ = grid_.rank + ring_ < grid_.size ? grid_.rank + ring_ : grid_.rank + ring_ - grid_.size;
-            rows_ = grid_.row_start[source_ + 1] - grid_.row_start[source_];
+            source_ = tiles_.source(ring_);
+            rows_ = tiles_.rows(source_);
         }
         MK_DEVICE void settle() {
-            while (index_ >= tiles()) {
-                index_ -= tiles();
-                if (++ring_ == grid_.size) return;
+            while (index_ >= count()) {
+                index_ -= count();
+                if (++ring_ == tiles_.steps_.end) return;
                 enter();
             }
         }
-        const Grid& grid_;
+        const RingTiles& tiles_;
         u32 columns_;
         i32 index_, forth_, back_;
         i64 rows_ = 0;
         u64 ring_, source_ = 0;
     };
-    MK_DEVICE Iterator begin() const { return {grid_, agent_, agents_, 0}; }
-    MK_DEVICE Iterator end() const { return {grid_, agent_, agents_, grid_.size}; }
+    MK_DEVICE Iterator begin() const { return {*this, steps_.first}; }
+    MK_DEVICE Iterator end() const { return {*this, steps_.end}; }
+
+    // Of all agents together.
+    MK_DEVICE u64 count() const {
+        i64 blocks = 0;
+        for (u64 step = steps_.first; step != steps_.end; ++step)
+            blocks += ceil_div(rows(source(step)), grid_.tile.rows);
+        return u64(blocks * ceil_div(grid_.columns.size(), grid_.tile.columns));
+    }
 
 private:
+    MK_DEVICE u64 source(u64 step) const {
+        return grid_.rank + step < grid_.size ? grid_.rank + step : grid_.rank + step - grid_.size;
+    }
+    MK_DEVICE i64 rows(u64 source) const { return grid_.row_start[source + 1] - grid_.row_start[source]; }
+
     Grid grid_;
-    u64 agent_, agents_;
+    Steps steps_;
+    u64 agent_, agents_, before_;
 };
 
 }  // namespace mk

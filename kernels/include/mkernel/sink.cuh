@@ -1,17 +1,53 @@
-// Sinks: what becomes of a finished tile.
+// Sources: where the rows of a tile lie. Sinks: what becomes of a finished one.
 #pragma once
 
-#include "schedule.cuh"
+#include "roles.cuh"
 
 namespace mk {
 
-// Stores the tile into a matrix whose rows are numbered over all ranks.
+struct alignas(16) Word { u64 halves[2]; };
+
+// Rows of a matrix from `first` on.
+struct Rows {
+    const Matrix& matrix;
+    i64 first;
+};
+
+// A finished tile, or a piece of one, as an engine stages it: lines `pitch` elements apart.
+template <class T>
+struct Staged {
+    const T* data;
+    i64 pitch;
+
+    MK_DEVICE const T* operator()(i64 row, i64 column) const { return data + row * pitch + column; }
+
+    // Whether 16 bytes of a line, from a multiple of 16 on, lie together and aligned.
+    MK_DEVICE bool in_words() const {
+        return (reinterpret_cast<u64>(data) | u64(pitch) * sizeof(T)) % sizeof(Word) == 0;
+    }
+
+    MK_DEVICE Completed send(const Agent& agent, Lines to, i64 rows, i64 columns) const {
+        const i64 size = i64(sizeof(T));
+        const Lines from{reinterpret_cast<u8*>(const_cast<T*>(data)), pitch * size};
+        return copy(agent, to, from, rows, columns * size).complete();
+    }
+};
+
+// visit(line, place) for all places of all lines; neighbouring lanes get neighbouring places.
+template <class Visit>
+MK_DEVICE void spread(const Agent& agent, i64 lines, i64 run, Visit visit) {
+    const u32 count = u32(lines * run), length = u32(run);
+    for (u32 at = agent.lane(); at < count; at += agent.lanes()) visit(at / length, at % length);
+}
+
+// Stores the tile into a matrix whose rows are numbered over all ranks, or are those of one rank.
 template <class T>
 class Store {
 public:
     using Type = T;
     MK_DEVICE Store(const Matrix& to, const i64* row_start, u64 ranks)
         : to_(&to), row_start_(row_start), rows_(row_start[ranks]) {}
+    MK_DEVICE Store(const Matrix& to, i64 rows) : to_(&to), row_start_(nullptr), rows_(rows) {}
 
     template <class Acc>
     MK_DEVICE T transform(Acc sum) const { return narrow<T>(sum); }
@@ -21,38 +57,49 @@ public:
         bool whole = tile.rows.size() == box_rows || first_row(tile) + tile.rows.size() == rows_;
         return to_->mapped && whole ? &to_->map : nullptr;
     }
-    MK_DEVICE i64 first_row(const Tile& tile) const { return row_start_[tile.source] + tile.rows.begin; }
-
-    MK_DEVICE void deliver(const Agent& agent, const Tile& tile, const T* staged, i64 pitch) const {
-        const i64 rows = tile.rows.size(), columns = tile.columns.size();
-        T* to = static_cast<T*>(to_->data) + first_row(tile) * to_->row_stride + tile.columns.begin * to_->column_stride;
-        const i64 per_word = i64(sizeof(Word) / sizeof(T));
-        const u64 shape = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(staged) |
-                          u64(to_->row_stride | columns | pitch) * sizeof(T);
-        if (to_->column_stride == 1 && shape % sizeof(Word) == 0)
-            spread(agent, rows, columns / per_word, [&](i64 i, i64 j) {
-                *reinterpret_cast<Word*>(to + i * to_->row_stride + j * per_word) =
-                    *reinterpret_cast<const Word*>(staged + i * pitch + j * per_word);
-            });
-        else if (to_->row_stride == 1)
-            spread(agent, columns, rows, [&](i64 j, i64 i) { to[i + j * to_->column_stride] = staged[i * pitch + j]; });
-        else
-            spread(agent, rows, columns, [&](i64 i, i64 j) {
-                to[i * to_->row_stride + j * to_->column_stride] = staged[i * pitch + j];
-            });
+    MK_DEVICE i64 first_row(const Tile& tile) const {
+        return (row_start_ ? row_start_[tile.source] : 0) + tile.rows.begin;
     }
 
-private:
-    struct alignas(16) Word { u64 halves[2]; };
+    MK_DEVICE bool begin(Launch&, const Tile&) const { return true; }
 
-    // visit(line, place) for all places of all lines; neighbouring lanes get neighbouring places.
-    template <class Visit>
-    static MK_DEVICE void spread(const Agent& agent, i64 lines, i64 run, Visit visit) {
-        const u32 count = u32(lines * run), length = u32(run);
-        for (u32 at = agent.lane(); at < count; at += agent.lanes()) visit(at / length, at % length);
+    template <class View>
+    MK_DEVICE Completed deliver(Launch& launch, const Tile& tile, View staged) const {
+        const Agent& agent = launch.agent();
+        const i64 rows = tile.rows.size(), columns = tile.columns.size();
+        T* to = place_of(tile);
+        const i64 per_word = i64(sizeof(Word) / sizeof(T));
+        const u64 shape = reinterpret_cast<u64>(to) | u64(to_->row_stride | columns) * sizeof(T);
+        if (to_->column_stride == 1 && shape % sizeof(Word) == 0 && staged.in_words())
+            spread(agent, rows, columns / per_word, [&](i64 i, i64 j) {
+                *reinterpret_cast<Word*>(to + i * to_->row_stride + j * per_word) =
+                    *reinterpret_cast<const Word*>(staged(i, j * per_word));
+            });
+        else if (to_->row_stride == 1)
+            spread(agent, columns, rows, [&](i64 j, i64 i) { to[i + j * to_->column_stride] = *staged(i, j); });
+        else
+            spread(agent, rows, columns,
+                   [&](i64 i, i64 j) { to[i * to_->row_stride + j * to_->column_stride] = *staged(i, j); });
+        return Writes().complete(agent);
+    }
+
+    MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
+
+    // What did not come.
+    MK_DEVICE void fill(const Agent& agent, const Tile& tile, T value) const {
+        T* to = place_of(tile);
+        spread(agent, tile.rows.size(), tile.columns.size(),
+               [&](i64 i, i64 j) { to[i * to_->row_stride + j * to_->column_stride] = value; });
+    }
+
+protected:
+    MK_DEVICE T* place_of(const Tile& tile) const {
+        return static_cast<T*>(to_->data) + first_row(tile) * to_->row_stride + tile.columns.begin * to_->column_stride;
     }
 
     const Matrix* to_;
+
+private:
     const i64* row_start_;
     i64 rows_;
 };

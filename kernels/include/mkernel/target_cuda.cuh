@@ -3,6 +3,7 @@
 
 #define MK_DEVICE __device__ __forceinline__
 #define MK_UNROLL _Pragma("unroll")
+#define MK_NO_UNROLL _Pragma("unroll 1")
 
 // Threads of a block; a plan compiles its kernel with the count that its engine wants.
 #ifndef MK_THREADS
@@ -58,7 +59,10 @@ public:
     // Lane 0's verdict, to all lanes; also orders what lane 0 acquired before what they read next.
     MK_DEVICE bool broadcast(bool verdict) const {
         if (lanes_ == 1) return verdict;
-        return lanes_ == 32 ? __shfl_sync(~0u, verdict, 0) : __syncthreads_or(lane_ == 0 && verdict);
+        if (lanes_ > 32) return __syncthreads_or(lane_ == 0 && verdict);
+        verdict = __shfl_sync(~0u, verdict, 0);
+        __syncwarp();  // a shuffle alone orders no memory
+        return verdict;
     }
 
 private:

@@ -7,6 +7,7 @@
 
 #define MK_DEVICE inline
 #define MK_UNROLL
+#define MK_NO_UNROLL
 
 #define MK_EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -51,7 +51,7 @@ struct CallMessage {
 // What one peer tells this rank. Each word has one writer, that peer; `called` and `read` are signals (signal.cuh).
 struct Inbox {
     u64 called;
-    u64 read;  // the peer has read all that it needs of this rank's operand
+    u64 read;  // the peer has read all that it needs of this rank's message and operand
     CallMessage message;
     u64 reserved[2];  // the senders' cache lines stay apart; also used by the start-up self-test
 };
@@ -174,6 +174,52 @@ struct AllGatherGemmParams {
     Matrix c;
     World* world;
     AllGatherGemmPlan* plan;
+    CallMessage message;
+    u64 reserved[2];
+};
+
+// Numbered slots at the same place in every rank's segment, and for each a signal, which the one who fills it raises.
+struct ZonePlan {
+    Place signals;
+    Place slots;
+    i64 slot_bytes;
+};
+
+// What does not change from call to call of gemm_reduce_scatter.
+struct GemmReduceScatterPlan {
+    Split split;
+    u64 digest;
+    i64 n;
+    i64 k;  // of this rank
+    TileShape tile;
+    i64 part_rows;      // of a tile, that are pushed and added together
+    i64* row_start;     // [rank]: the first of the rows that it owns, and the total behind the last
+    ZonePlan partials;  // [ring distance from the owner - 1][part of the owner's tiles]
+};
+
+struct GemmReduceScatterParams {
+    Matrix a;
+    Matrix b;
+    Matrix c;  // this rank's rows of the sum
+    World* world;
+    GemmReduceScatterPlan* plan;
+    CallMessage message;
+    u64 reserved[2];
+};
+
+// What does not change from call to call of gemm_allreduce.
+struct GemmAllReducePlan {
+    GemmReduceScatterPlan reduction;
+    i64 stripe;     // columns that are summed and handed out before the next ones
+    ZonePlan sums;  // [part, counted over all owners]
+};
+
+struct GemmAllReduceParams {
+    Matrix a;
+    Matrix b;
+    Matrix c;
+    World* world;
+    GemmAllReducePlan* plan;
     CallMessage message;
     u64 reserved[2];
 };

@@ -38,20 +38,34 @@ public:
             });
     }
 
+    // For kernels whose peers read nothing here: tells them that this rank has entered, and sees all of them enter. A peer
+    // that calls something else shows, whoever waits for whom later; and who has nothing to wait for does not overwrite
+    // its message with the next before all have seen it.
+    MK_DEVICE bool greet(const CallMessage& message) {
+        announce(message);
+        for (u64 i = 1; i < size(); ++i) {
+            const u64 peer = (rank() + i) % size();
+            if (!await_call(peer, message.digest)) return false;
+            have_read(peer, 1);
+        }
+        return live();
+    }
+
     MK_DEVICE const CallMessage& message_of(u64 peer) const { return world().inbox[peer].message; }
 
     MK_DEVICE void* at(u64 peer, Place place) const {
         return static_cast<u8*>(world().segments[place.segment * size() + peer]) + place.offset;
     }
 
-    // Called by each of `readers` agents when its copies of the peer's operand are complete: the last one tells it.
+    // Called by each of `readers` agents when it has read the peer's message and its copies of the peer's operand are
+    // complete: the last one tells it.
     MK_DEVICE void have_read(u64 peer, u64 readers) {
         if (live() && agent().lane() == 0 && fetch_add(counter(1 + peer), 1) + 1 == readers)
             store_release<Scope::system>(&world().outbox[peer]->read, target(1));
     }
 
-    // The end of a launch for one agent. The last of them waits until no peer needs this rank's operand any more, so that
-    // the caller may overwrite it, and then makes the generation count. An agent that has failed is not counted.
+    // The end of a launch for one agent. The last of them waits until no peer needs this rank's message or operand any
+    // more, so that both may be overwritten, and then makes the generation count. An agent that has failed is not counted.
     MK_DEVICE void finish() {
         const Span span(*this, agent().lane() == 0, Traced::finish, rank());
         agent().sync();

@@ -9,7 +9,7 @@
 
 #include "../landing.cuh"
 #include "../ptx.cuh"
-#include "../sink.cuh"
+#include "../reduction.cuh"
 
 // What is compiled in; a plan's TileShape has the same rows and columns.
 #ifndef MK_TILE_ROWS
@@ -88,6 +88,30 @@ struct Turn {
     }
 };
 
+// 64 lines of 128 bytes, as they are staged: the 16 bytes that belong at place i of a line are at i ^ line % 8.
+template <class T>
+struct Strip {
+    const u8* lines;
+
+    MK_DEVICE const T* operator()(i64 row, i64 column) const {
+        const u32 line = u32(row), at = u32(column) * u32(sizeof(T));
+        return reinterpret_cast<const T*>(lines + line * line_bytes + ((at / 16) ^ line % 8) * 16 + at % 16);
+    }
+    MK_DEVICE bool in_words() const { return true; }
+
+    MK_DEVICE Completed send(const Agent& agent, Lines to, i64 rows, i64 columns) const {
+        const i64 run = i64(sizeof(Word) / sizeof(T));
+        if (((reinterpret_cast<u64>(to.data) | u64(to.pitch)) | u64(columns) * sizeof(T)) % sizeof(Word) == 0)
+            spread(agent, rows, columns / run, [&](i64 i, i64 j) {
+                reinterpret_cast<Word*>(to.data + i * to.pitch)[j] = *reinterpret_cast<const Word*>((*this)(i, j * run));
+            });
+        else
+            spread(agent, rows, columns,
+                   [&](i64 i, i64 j) { reinterpret_cast<T*>(to.data + i * to.pitch)[j] = *(*this)(i, j); });
+        return Writes().complete(agent);
+    }
+};
+
 template <class T, class Schedule, class Sink>
 class Hopper {
 public:
@@ -112,22 +136,33 @@ public:
     };
 
     static MK_DEVICE void init(Shared& shared, const Schedule& schedule, const Sink& sink, bool live) {
-        for (u32 i = 0; i < stages; ++i) {
-            ptx::barrier_init(&shared.loaded[i], 1);
-            ptx::barrier_init(&shared.used[i], cluster * consumers * 4);  // each of their warps
-        }
-        for (u32 i = 0; i < consumers; ++i)
-            for (u32 j = 0; j < strips; ++j) {
-                ptx::barrier_init(&shared.ready[i][j], 4);
-                ptx::barrier_init(&shared.stored[i][j], 1);
-            }
+        each_barrier(shared, [](u64* barrier, u32 arrivals) { ptx::barrier_init(barrier, arrivals); });
         ptx::fence_barrier_init();
         shared.failed = !live;
         shared.schedule = schedule;
         shared.sink = sink;
     }
 
+    // The memory may be used again.
+    static MK_DEVICE void retire(Shared& shared) {
+        each_barrier(shared, [](u64* barrier, u32) { ptx::barrier_invalidate(barrier); });
+    }
+
+    template <class Visit>
+    static MK_DEVICE void each_barrier(Shared& shared, Visit visit) {
+        for (u32 i = 0; i < stages; ++i) {
+            visit(&shared.loaded[i], 1);
+            visit(&shared.used[i], cluster * consumers * 4);  // each of their warps
+        }
+        for (u32 i = 0; i < consumers; ++i)
+            for (u32 j = 0; j < strips; ++j) {
+                visit(&shared.ready[i][j], 4);
+                visit(&shared.stored[i][j], 1);
+            }
+    }
+
     static MK_DEVICE void fail(Shared& shared) { *const_cast<volatile bool*>(&shared.failed) = true; }
+    static MK_DEVICE bool has_failed(const Shared& shared) { return *const_cast<const volatile bool*>(&shared.failed); }
 
     static MK_DEVICE void sync() {
         __syncwarp();
@@ -161,7 +196,8 @@ public:
         Turn<stages> turn;
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
-            const TensorMap* map = &source(tile).map;
+            const Rows from = source(tile);
+            const TensorMap* map = &from.matrix.map;
             if (!a_map) ptx::acquire_map(&b.map);
             if (map != a_map) ptx::acquire_map(a_map = map);
             for (Range piece : Blocks(depth, gate_k)) {
@@ -173,7 +209,7 @@ public:
                     u64* loaded = &shared.loaded[turn.slot];
                     ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
                     ptx::arrive_expect(loaded, A::bytes + B::bytes);
-                    A::load(shared.a[turn.slot], 0, a_map, loaded, tile.rows.begin, at);
+                    A::load(shared.a[turn.slot], 0, a_map, loaded, from.first, at);
                     B::load(shared.b[turn.slot], rank, &b.map, loaded, tile.columns.begin, at);
                     turn.advance();
                 }
@@ -225,7 +261,7 @@ public:
             ptx::multiply_wait<0>();
             if (panels > 0) release(previous);
 
-            const bool failed = *const_cast<volatile bool*>(&shared.failed), replaced = failed || panels == 0;
+            const bool failed = has_failed(shared), replaced = failed || panels == 0;
             const Out replacement = failed ? not_a_number<Out>() : shared.sink.transform(0.0f);
             MK_UNROLL
             for (u32 i = 0; i < blocks; ++i) {
@@ -277,10 +313,9 @@ public:
         for (u32 i = threadIdx.x % 32; i < 16 * strip_columns; i += 32) to[i] = value;
     }
 
-    static MK_DEVICE void store(Shared& shared, const Launch& launch, u32 consumer) {
-        const Agent alone = launch.agent().alone();
+    static MK_DEVICE void store(Shared& shared, Launch self, u32 consumer) {
         const Sink& sink = shared.sink;
-        const u32 lane = threadIdx.x % 32;
+        const u32 lane = self.agent().lane();
         Turn<strips> turn, oldest;
         u32 unread = 0;  // strips that are being stored, lane 0's
 
@@ -293,24 +328,31 @@ public:
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
             if (idle(tile, consumer)) continue;
-            Span stored(launch, lane == 0, Traced::store, half(tile, consumer));
+            Span stored(self, lane == 0, Traced::store, half(tile, consumer));
+            const Tile part{tile.source, part_of(tile.rows, consumer * consumer_rows, consumer_rows), tile.columns};
+            const u32 across = columns / strip_columns;
+            const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
+                             u32(ceil_div(part.columns.size(), strip_columns) - 1);
+            if (!sink.begin(self, part)) fail(shared);
 #pragma unroll 1
-            for (u32 i = 0; i < blocks * columns / strip_columns; ++i, turn.advance()) {
-                const u32 row = consumer * consumer_rows + i * strip_columns / columns * strip_rows;
-                const u32 column = i * strip_columns % columns;
-                const Tile part{tile.source, part_of(tile.rows, row, strip_rows),
-                                part_of(tile.columns, column, strip_columns)};
+            for (u32 i = 0; i < blocks * across; ++i, turn.advance()) {
+                const Tile piece{part.source, part_of(part.rows, i / across * strip_rows, strip_rows),
+                                 part_of(part.columns, i % across * strip_columns, strip_columns)};
                 const u8* staged = shared.staged[consumer][turn.slot];
-                const bool empty = part.rows.size() <= 0 || part.columns.size() <= 0;
-                const TensorMap* map = empty ? nullptr : sink.map(part, strip_rows);
+                const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
+                const TensorMap* map = empty ? nullptr : sink.map(piece, strip_rows);
                 ptx::wait(&shared.ready[consumer][turn.slot], turn.parity);
                 if (i == 0) stored.begin();
                 if (map && lane == 0) {
                     ptx::acquire_map(map);
-                    ptx::store_box(map, staged, i32(part.columns.begin), i32(sink.first_row(part)));
+                    ptx::store_box(map, staged, i32(piece.columns.begin), i32(sink.first_row(piece)));
                     ptx::commit_stores();
                 }
-                if (!empty && !map) deliver_pieces(alone, part, staged, sink);
+                if (!empty && !map) {
+                    if (has_failed(shared)) self.drop();
+                    const Completed done = sink.deliver(self, piece, Strip<Out>{staged});
+                    if (i == last) sink.end(self, part, done);
+                }
                 __syncwarp();
                 if (lane == 0) {
                     ++unread;
@@ -319,20 +361,6 @@ public:
             }
         }
         if (lane == 0) free_all_but(0);  // the end of the kernel completes what is still being written
-    }
-
-    // Where there is no map: each lane delivers 16 bytes, which the swizzle leaves together, at a time.
-    static MK_DEVICE void deliver_pieces(const Agent& alone, const Tile& part, const u8* staged, const Sink& sink) {
-        constexpr u32 run = 16 / sizeof(Out);
-        const u32 chunk = threadIdx.x % 8, lines = u32(part.rows.size());
-        const Range columns = part_of(part.columns, chunk * run, run);
-        if (columns.size() <= 0) return;
-#pragma unroll 1
-        for (u32 line = threadIdx.x % 32 / 8; line < lines; line += 4) {
-            const u8* from = staged + line * line_bytes + (chunk ^ line % 8) * 16;
-            Tile piece{part.source, {part.rows.begin + line, part.rows.begin + line + 1}, columns};
-            sink.deliver(alone, piece, reinterpret_cast<const Out*>(from), run);
-        }
     }
 
     // `length` of a range, from an offset on; of no or negative size behind its end.
@@ -347,9 +375,10 @@ public:
 //   shape.k    what the gate is asked for at a time: a multiple of 64
 //   source, b  are mapped: lines that are 16 bytes aligned: boxes of 64 contiguous elements by 64 lines, or
 //              (if k is contiguous) by all lines of Panel::part; swizzled by 128 bytes, zeros beyond the edges
-//   sink       map(part, 64), by which a part of a tile is stored at row first_row(part): boxes of 128 bytes by 64 rows,
-//              swizzled by 128 bytes; null where deliver() is to: each lane of a warp calls it, for part of a row
-// The gate is asked for this block's rows only, by thread 0.
+//   sink       map(piece, 64), by which a piece of a tile is stored at row first_row(piece): boxes of 128 bytes by 64 rows,
+//              swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows; pieces 64 rows of 128 bytes,
+//              which a warp delivers
+// May be called again and again. The gate is asked for this block's rows only, by thread 0.
 template <class T, class Schedule, class Source, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
                     const Matrix& b, Gate gate, Sink sink, Meanwhile meanwhile) {
@@ -364,14 +393,18 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers>();
         if (threadIdx.x == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
-        if (warp > 0 && warp <= consumers) Engine::store(shared, launch, warp - 1);
+        if (warp > 0 && warp <= consumers) Engine::store(shared, launch.as(launch.agent().warp()), warp - 1);
         const Scratch rest{scratch.data + sizeof(shared), scratch.bytes - sizeof(shared)};
         if (warp == 1 + consumers && !meanwhile(launch.as(launch.agent().warp()), rest)) Engine::fail(shared);
+        __syncwarp();
+        ptx::grow_registers<launch_registers>();  // what follows is written for all threads
     } else {
         ptx::grow_registers<consumer_registers>();
         Engine::consume(shared, launch, warpgroup - 1, depth);
+        ptx::shrink_registers<launch_registers>();
     }
     Engine::sync();  // no block leaves while its neighbour may still write to it
+    if (threadIdx.x == 0) Engine::retire(shared);
     if (shared.failed) launch.drop();
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../landing.cuh"
-#include "../sink.cuh"
+#include "../reduction.cuh"
 
 #if defined(__SANITIZE_THREAD__)
 #define MK_NO_THREAD_SANITIZER __attribute__((no_sanitize("thread"), noinline))
@@ -64,9 +64,12 @@ MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64
 }
 
 // Multiplies the tiles of a schedule, `depth` terms each.
-//   source(tile)             Matrix&: the rows of A of the tile's rank
+//   source(tile)             Rows: those of A
 //   gate(agent, tile, panel) bool: that piece has arrived; false: the launch is to end
-//   sink                     transform(sum) -> Type; deliver(agent, tile, staged, pitch) takes the finished tile
+//   sink                     transform(sum) -> Type, an element as it is staged. Then, for a tile or a part of one:
+//                            begin(launch, part), which may wait; deliver(launch, piece, staged) for all pieces of it, with
+//                            where they lie: staged(row, column) -> Type*, free again when it returns; end(launch, part,
+//                            the proof that deliver() gave)
 //   meanwhile(launch, scratch) bool: what a part of the agent does beside it, or, as here, the agent before; whether all
 //                            went well
 // After a failure every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/plan.py.
@@ -93,7 +96,8 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
             arrived = arrived && gate(agent, tile, panel);
             if (!arrived) break;
             if (panel.begin == 0) computed.begin();
-            Block a_block = block_of<T>(source(tile), tile.rows.begin, panel.begin);
+            const Rows from = source(tile);
+            Block a_block = block_of<T>(from.matrix, from.first, panel.begin);
             Block b_block = block_of<T>(b, panel.begin, tile.columns.begin);
             if (agent.lane() == 0) {
                 announce_reads<T>(a_block, rows, panel.size());
@@ -111,8 +115,8 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         agent.sync();
         computed.end();
         const Span stored(launch, agent.lane() == 0, Traced::store, tile);
-        sink.deliver(agent, tile, staged, pitch);
-        agent.sync();  // the staged tile is stored
+        sink.begin(launch, tile);
+        sink.end(launch, tile, sink.deliver(launch, tile, Staged<Out>{staged, pitch}));
     }
 }
 

@@ -4,7 +4,7 @@
 
 #include "../landing.cuh"
 #include "../ptx.cuh"
-#include "../sink.cuh"
+#include "../reduction.cuh"
 
 namespace mk {
 namespace engine {
@@ -283,8 +283,10 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
 
     for (Tile tile : schedule) {
         if (agent.lane() == 0) {
-            const Matrix& a = source(tile);
-            task = {tile, Operand<T>::of(a.data, a.row_stride, a.column_stride, tile.rows),
+            const Rows from = source(tile);
+            const Matrix& a = from.matrix;
+            const Range rows{from.first, from.first + tile.rows.size()};
+            task = {tile, Operand<T>::of(a.data, a.row_stride, a.column_stride, rows),
                     Operand<T>::of(b.data, b.column_stride, b.row_stride, tile.columns)};
         }
         Product<T> product;
@@ -324,8 +326,9 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
         agent.sync();
         computed.end();
         const Span stored(launch, agent.lane() == 0, Traced::store, task.tile);
-        sink.deliver(agent, task.tile, staged, Shape::staged_pitch);
-        agent.sync();  // the staged tile is stored
+        if (!live) launch.drop();
+        live = sink.begin(launch, task.tile);
+        sink.end(launch, task.tile, sink.deliver(launch, task.tile, Staged<Out>{staged, Shape::staged_pitch}));
     }
 }
 

@@ -1,0 +1,61 @@
+// gemm_reduce_scatter: every rank gets its rows of the sum over ranks of A @ B; a rank has its own A (M, K_r), B (K_r, N).
+//   movers   tell the peers that this rank has entered the call, and see them enter it
+//            (a part of a compute agent, where the plan has no agents for it)
+//   compute  multiplies the rows of rank + 1, rank + 2, ... first, and pushes each finished tile to the owner of its rows;
+//            own rows last: by then the peers' tiles have come, and are added, the next rank's first
+// One landing zone instead of two halves: who pushes has seen its owner enter this call, so nothing of an earlier call is
+// in use there.
+#include "mkernel/engine/engine.cuh"
+
+#ifndef MK_TYPE
+#define MK_TYPE bfloat16
+#endif
+#ifndef MK_OUT_TYPE
+#define MK_OUT_TYPE MK_TYPE
+#endif
+// Of partial sums on their way.
+#ifndef MK_TRANSFER_TYPE
+#define MK_TRANSFER_TYPE MK_TYPE
+#endif
+
+namespace mk {
+
+using Type = MK_TYPE;
+using OutType = MK_OUT_TYPE;
+using PartialType = MK_TRANSFER_TYPE;
+
+MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
+    const GemmReduceScatterPlan& plan = *p.plan;
+    Launch launch(p.world, plan.split);
+    auto greet = [&](Launch self) { return self.member() > 0 || self.greet(p.message); };
+
+    if (launch.is(Role::mover) && !greet(launch)) launch.drop();
+
+    if (launch.is(Role::compute)) {
+        auto multiply = [&](const RingTiles& tiles, auto sink, auto meanwhile) {
+            engine::gemm<Type>(
+                launch, tiles, plan.tile, plan.k,
+                /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,
+                /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
+        };
+        // Made anew for each call: nothing stays in registers while tiles are multiplied.
+        auto tiles = [&](RingTiles::Steps steps, u64 before) {
+            return RingTiles({launch.rank(), launch.size(), plan.row_start, {0, plan.n}, plan.tile}, steps,
+                             launch.member() / engine::cluster, launch.members() / engine::cluster, before);
+        };
+        auto of_peers = [&] { return tiles({1, launch.size()}, 0); };
+        auto own = [&] { return tiles({0, 1}, of_peers().count()); };
+        auto store = [&] {
+            const u64 rank = launch.rank();
+            return Store<OutType>(p.c, plan.row_start[rank + 1] - plan.row_start[rank]);
+        };
+        multiply(of_peers(), Push<PartialType>(plan),
+                 [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
+        multiply(own(), Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),
+                 [](Launch self, Scratch) { return self.live(); });
+    }
+
+    launch.finish();
+}
+
+}  // namespace mk

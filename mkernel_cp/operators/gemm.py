@@ -1,0 +1,329 @@
+"""What the operators that multiply have in common: a call, its checks, and its launch."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .. import compiler, errors, structs
+from .. import plan as plans
+from ..communicator import Arena, Communicator
+from ..kernel import Kernel
+from . import operands
+
+# Triples of operands for which a call need not be prepared again.
+_MOST_READY = 64
+
+
+class GemmSpec:
+    """What was asked for: the checked arguments, less the data.
+
+    Attributes
+    ----------
+    dtype, out_dtype : numpy.dtype
+    k, n : int
+        Rows and columns of b.
+    a_rows : int
+        Rows of a.
+    row_counts : tuple of int
+        Rows of every rank.
+    out_shape : tuple of int
+    options : Options
+    """
+
+    row_counts: tuple[int, ...]
+    out_shape: tuple[int, int]
+
+    def __init__(self, a: np.ndarray, b: np.ndarray, dtype: Any, options: Any):
+        operands.matrix("a", a)
+        operands.matrix("b", b)
+        self.dtype = operands.same_dtype(a, b)
+        self.k, self.n = b.shape
+        if a.shape[1] != self.k:
+            raise ValueError(
+                f"a has shape {a.shape}, b {b.shape}: a needs as many columns as b has rows"
+            )
+        self.a_rows = len(a)
+        self.out_dtype = plans.output_dtype(self.dtype, dtype)
+        if options is not None and not isinstance(options, plans.Options):
+            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
+        self.options = options or plans.Options()
+
+    def _key(self) -> tuple:
+        return (
+            *(type(self), self.row_counts, self.k, self.n),
+            *(self.dtype, self.out_dtype, self.options),
+        )
+
+    def check(self, a: np.ndarray, b: np.ndarray) -> None:
+        """Refuse operands that are not as planned."""
+        for name, array, shape in (
+            ("a", a, (self.a_rows, self.k)),
+            ("b", b, (self.k, self.n)),
+        ):
+            operands.matrix(name, array)
+            if array.shape != shape or array.dtype != self.dtype:
+                raise ValueError(
+                    f"{name} has shape {array.shape} and dtype {array.dtype}: this plan is for "
+                    f"{shape} and {self.dtype}; make another for other operands"
+                )
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GemmSpec) and self._key() == other._key()
+
+
+class GemmOperator:
+    """An operator, planned once for shapes and dtypes, and called often.
+
+    A subclass says what it asks for (`spec_type`), what its ranks agree on (`_agree`), and how its
+    kernel learns of the operands (`_constants`, `_place`). Its kernel is called like its function.
+    """
+
+    function: ClassVar[str]
+    params_struct: ClassVar[str]
+    spec_type: ClassVar[type[GemmSpec]]
+    plan: plans.GemmPlan
+
+    @classmethod
+    def call(
+        cls, a: Any, b: Any, comm: Communicator, out: Any, stream: Any, **asked: Any
+    ) -> np.ndarray:
+        """Make one call: plan it, unless that was done before, and run it."""
+        operands.check_communicator(comm)
+        with comm.calling(f"{cls.function}()"), comm.machine.on(stream):
+            own, other = _pair(a, b, comm)
+            spec = cls.spec_type(own, other, comm, **asked)
+            step = comm.plans.get(spec)
+            if step is None:
+                result = _output(out, spec, own, other, comm)
+                try:
+                    step = comm.plans[spec] = cls.__new__(cls)
+                    step._set_up(spec, comm, own, other)
+                except BaseException as error:
+                    comm.plans.pop(spec, None)
+                    if isinstance(error, errors.Error) and out is not None and comm.closed:
+                        comm.machine.fill(result.array, np.nan)
+                    raise
+            return step(a, b, out=out)
+
+    def _plan(
+        self, a: Any, b: Any, comm: Communicator, out: Any, stream: Any, **asked: Any
+    ) -> None:
+        """Plan for operands like these, and do not call."""
+        operands.check_communicator(comm)
+        with comm.calling(f"{type(self).__name__}()"), comm.machine.on(stream):
+            own, other = _pair(a, b, comm)
+            spec = self.spec_type(own, other, comm, **asked)
+            _output(out, spec, own, other, comm)
+            self._set_up(spec, comm, own, other)
+
+    def _set_up(self, spec: Any, comm: Communicator, a: np.ndarray, b: np.ndarray) -> None:
+        self._spec, self._comm = spec, comm
+        self._tile = self._choose_tile()
+        self._what = self._agreed_text()
+        self._b_by_columns = operands.prefers_columns(b) is True
+        self._a_by_columns = self._agree(a)
+        self._kernel, capacity = self._load(self._a_by_columns), 0
+        if comm.machine.gpu is not None:
+            capacity = self._kernel.capacity(
+                self._tile.shared_bytes(spec.dtype, self._staged_dtype())
+            )
+        self.plan = self._make_plan(capacity)
+        self._bind(comm.arena)
+
+    # --- what an operator says --------------------------------------------------------------------
+
+    def _agreed_text(self) -> str:
+        """Return all that the ranks must agree on, as text."""
+        raise NotImplementedError
+
+    def _agree(self, a: np.ndarray) -> bool:
+        """Agree with the other ranks; return whether a is read in F order."""
+        raise NotImplementedError
+
+    def _make_plan(self, capacity: int) -> plans.GemmPlan:
+        """Return the plan, for a GPU that runs so many agents at a time."""
+        raise NotImplementedError
+
+    def _constants(self, arena: Arena, base: int) -> Any:
+        """Return the struct of the plan, for an arena that is mapped at `base` here."""
+        raise NotImplementedError
+
+    def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
+        """Return a as the kernel reads it; say in the message where it is, if peers read it."""
+        raise NotImplementedError
+
+    def _choose_tile(self) -> Any:
+        spec, gpu = self._spec, self._comm.machine.gpu
+        return plans.choose_tile(
+            *(spec.row_counts, spec.n, spec.k, spec.dtype, self._staged_dtype()),
+            *(spec.options, gpu),
+        )
+
+    def _staged_dtype(self) -> np.dtype:
+        """Return the widest dtype of a finished tile."""
+        return self._spec.out_dtype
+
+    def _type_defines(self) -> dict[str, str]:
+        """Return the macros that say what the kernel's dtypes are."""
+        return plans.type_defines(self._spec.dtype, self._spec.out_dtype)
+
+    # --- kernel and structs -----------------------------------------------------------------------
+
+    def _load(self, a_by_columns: bool) -> Any:
+        """Return the kernel for operands in these orders, compiled and loaded."""
+        words: dict[str, Any] = {**self._type_defines(), **self._tile.defines(self._spec.dtype)}
+        if self._mapped:
+            words |= {"MK_A_BY_COLUMNS": a_by_columns, "MK_B_BY_COLUMNS": self._b_by_columns}
+        source = str(compiler.kernel_source(self.function))
+        return self._comm.load(Kernel(source, self.function, tuple(compiler.macros(words).items())))
+
+    @property
+    def _mapped(self) -> bool:
+        """Whether the engine reads operands, and stores the result, through tensor maps."""
+        return self._tile.engine == "hopper"
+
+    def _bind(self, arena: Arena) -> None:
+        """Fill in the structs with the addresses that this arena gives."""
+        comm, structures = self._comm, structs.shared()
+        self._arena = arena
+        self._ready: dict[Any, Any] = {}
+        self._arrays: dict[str, Any] = {}  # that the kernel reads
+        constants = self._constants(arena, comm.segments[arena.number].address)
+        params = getattr(structures, self.params_struct)
+        self._params = params(world=comm.world_address, plan=self._constant("plan", constants))
+        self._params.message.digest = comm.digest(self._what)
+
+    def _constant(self, name: str, data: Any) -> int:
+        """Return where the kernel finds data, which stay there as long as the binding."""
+        self._arrays[name] = self._comm.machine.constant(data)
+        return self._arrays[name].address
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def __call__(
+        self, a: np.ndarray, b: np.ndarray, *, out: np.ndarray | None = None, stream: Any = None
+    ) -> np.ndarray:
+        """Return the result for operands of the planned shapes and dtypes; see the function."""
+        comm = self._comm
+        if comm is None:
+            raise ValueError("this plan is closed: make another")
+        with comm.calling(self._what), comm.machine.on(stream):
+            ready = self._ready_for(a, b, out)
+            if ready is None:
+                return self._call(a, b, out)
+            comm.machine.begin()
+            comm.machine.hold(self._arrays, a, b, out)
+            comm.run(self._kernel, ready, self._what)
+            return out
+
+    def _ready_for(self, a: Any, b: Any, out: Any) -> Any:
+        """Return what was prepared for an earlier call with the same arrays, if it still holds."""
+        if out is None or self._arena is not self._comm.arena:
+            return None
+        return self._ready.get(self._comm.machine.key(a, b, out))
+
+    def _call(self, a: Any, b: Any, out: Any) -> Any:
+        comm, machine, spec = self._comm, self._comm.machine, self._spec
+        own, other = (operands.Operand(*pair, machine) for pair in (("a", a), ("b", b)))
+        spec.check(own.shadow, other.shadow)
+        result = _output(out, spec, own.shadow, other.shadow, comm)
+        machine.begin()
+        if machine.capturing and out is None:
+            raise ValueError("a call that a CUDA graph captures needs out=")
+        # A kernel steps in whole elements; what does not is copied.
+        target = result
+        if operands.strides(result.shadow) is None:
+            target = operands.Operand("out", machine.empty(spec.out_shape, spec.out_dtype), machine)
+        request, used = self._request(own, other, target)
+        machine.hold(self._arrays, used, result)
+        try:
+            comm.run(self._kernel, request, self._what)
+        finally:
+            if target is not result:
+                machine.copy(result.array, target.array)
+        key = out is not None and machine.key(a, b, out)
+        if key and used == (own, other, result):
+            if len(self._ready) == _MOST_READY:
+                self._ready.clear()
+            self._ready[key] = request
+        return result.array if out is None else out
+
+    def prepare(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> tuple[Any, Any]:
+        """Return the launch struct for checked operands, and what must live until it has run."""
+        machine = self._comm.machine
+        return self._request(
+            *(operands.Operand(name, x, machine) for name, x in (("a", a), ("b", b), ("out", out)))
+        )
+
+    def _request(
+        self, a: operands.Operand, b: operands.Operand, out: operands.Operand
+    ) -> tuple[Any, Any]:
+        comm, spec = self._comm, self._spec
+        if self._arena is not comm.arena:
+            comm.machine.refuse_capture(self._what)
+            self._bind(comm.arena)
+        params = self._params
+        a = self._place(a, params.message)
+        b = self._readable("b", b, self._b_by_columns)
+        for to, operand in ((params.a, a), (params.b, b), (params.c, out)):
+            to.data = operand.shadow.ctypes.data
+            to.row_stride, to.column_stride = operands.strides(operand.shadow)
+        if self._mapped:
+            own, other = self._tile.boxes(spec.dtype, self._a_by_columns, self._b_by_columns)
+            self._map(params.a, a.shadow, self._a_by_columns, own)
+            self._map(params.b, b.shadow, self._b_by_columns, other)
+            self._map(params.c, out.shadow, False, (128 // out.shadow.itemsize, 64))
+        request = comm.prepare(self._kernel, params, sum(self.plan.split), self.plan.shared_bytes)
+        return request, (a, b, out)
+
+    def _is_readable(self, array: np.ndarray, by_columns: bool) -> bool:
+        """Return whether the engine takes an operand as it lies."""
+        if self._mapped:
+            return operands.aligned_lines(array, by_columns) is not None
+        return operands.strides(array) is not None
+
+    def _readable(self, name: str, value: operands.Operand, by_columns: bool) -> operands.Operand:
+        """Return an operand as the engine takes it: itself, or a copy."""
+        if self._is_readable(value.shadow, by_columns):
+            return value
+        machine, dtype = self._comm.machine, self._spec.dtype
+        lines, run = value.shadow.shape[::-1] if by_columns else value.shadow.shape
+        pitch = plans.line_pitch(run, dtype) // dtype.itemsize
+        aligned = machine.empty((lines, pitch), dtype)[:, :run]
+        aligned = aligned.T if by_columns else aligned
+        machine.copy(aligned, value.array)
+        return operands.Operand(name, aligned, machine)
+
+    def _map(self, to: Any, array: np.ndarray, by_columns: bool, box: tuple[int, int]) -> None:
+        """Give a ``Matrix`` a tensor map, if its lines can have one."""
+        lines = operands.aligned_lines(array, by_columns)
+        to.mapped = int(lines is not None and array.size > 0)
+        if to.mapped:
+            words = self._comm.machine.tensor_map(array.ctypes.data, array.dtype, *lines, box)
+            to.map.opaque[:] = words
+
+    def close(self) -> None:
+        """Forget the plan. Local; nothing waits for it."""
+        self._arrays, self._ready, self._comm = {}, {}, None
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+def _pair(a: Any, b: Any, comm: Communicator) -> tuple[np.ndarray, np.ndarray]:
+    """Return the shadows of two operands."""
+    return tuple(operands.Operand(*x, comm.machine).shadow for x in (("a", a), ("b", b)))
+
+
+def _output(
+    out: Any, spec: GemmSpec, a: np.ndarray, b: np.ndarray, comm: Communicator
+) -> operands.Operand:
+    """Return `out`, or a new array, for a result."""
+    inputs = ("a", a), ("b", b)
+    return operands.output(out, spec.out_shape, spec.out_dtype, inputs, comm.machine)

@@ -1,0 +1,122 @@
+"""What `gemm_reduce_scatter` and `gemm_allreduce` have in common: sums over ranks."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .. import plan as plans
+from .. import structs
+from ..communicator import Arena
+from ..reference import accumulator_dtype, array_split_counts
+from . import operands
+from .gemm import GemmOperator, GemmSpec
+
+_USUAL_K = 1024  # by which a tile is chosen
+
+
+class ReductionSpec(GemmSpec):
+    """What was asked for; `row_counts` says which rows a rank adds.
+
+    Attributes
+    ----------
+    transfer_dtype : numpy.dtype
+        Of partial sums on their way.
+    """
+
+    def __init__(self, a, b, comm, dtype, options, row_counts: Sequence[int] | None = None):
+        super().__init__(a, b, dtype, options)
+        self.row_counts = array_split_counts(self.a_rows, comm.size)
+        if row_counts is not None:
+            self.row_counts = operands.numbers("row_counts", row_counts, comm.size)
+            if sum(self.row_counts) != self.a_rows:
+                raise ValueError(
+                    f"row_counts={list(self.row_counts)} add up to {sum(self.row_counts)}, but a "
+                    f"has {self.a_rows} rows: every row belongs to one rank"
+                )
+        self.transfer_dtype = plans.output_dtype(
+            self.dtype, self.options.transfer_dtype, "Options(transfer_dtype)"
+        )
+
+
+class ReductionOperator(GemmOperator):
+    """An operator whose kernel pushes partial sums to the ranks that add them."""
+
+    plan_type: ClassVar[type[plans.GemmReduceScatterPlan]]
+    plan: plans.GemmReduceScatterPlan
+
+    def _agreed_text(self) -> str:
+        spec = self._spec
+        transfer = spec.transfer_dtype
+        tail = "" if transfer == spec.dtype else f", partial sums as {transfer.name}"
+        return (
+            f"{self.function}(row_counts={list(spec.row_counts)}, N={spec.n}, {spec.dtype.name} -> "
+            f"{spec.out_dtype.name}, tile={self._tile.tile[:2]}{tail})"
+        )
+
+    def _agree(self, a: np.ndarray) -> bool:
+        # Peers read nothing of a, so its order is this rank's own affair.
+        by_columns = operands.prefers_columns(a) is True
+        self._comm.agreement(self._what, self._need, lambda: self._load(by_columns) and None)
+        return by_columns
+
+    def _need(self) -> tuple[int, int]:
+        spec = self._spec
+        zones = plans.reduction_zones(
+            *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
+            self._tile,
+        )
+        return sum(slots for slots, _ in zones), sum(slots * nbytes for slots, nbytes in zones)
+
+    def _make_plan(self, capacity: int) -> plans.GemmReduceScatterPlan:
+        spec = self._spec
+        return plans.plan_reduction(
+            *(self.plan_type, self._comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
+            *(spec.out_dtype, spec.transfer_dtype, self._tile, spec.options, capacity),
+        )
+
+    def _choose_tile(self) -> Any:
+        # K_r may differ between ranks; the rows and columns of a tile may not.
+        spec, gpu = self._spec, self._comm.machine.gpu
+        return plans.choose_tile(
+            *(spec.row_counts, spec.n, spec.k if gpu is None else _USUAL_K, spec.dtype),
+            *(self._staged_dtype(), spec.options, gpu),
+        )
+
+    def _staged_dtype(self) -> np.dtype:
+        return accumulator_dtype(self._spec.dtype)
+
+    def _type_defines(self) -> dict[str, str]:
+        spec = self._spec
+        return plans.type_defines(spec.dtype, spec.out_dtype, spec.transfer_dtype)
+
+    def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
+        return self._readable("a", a, self._a_by_columns)
+
+    def _constants(self, arena: Arena, base: int) -> Any:
+        structures, plan = structs.shared(), self.plan
+        return structures.GemmReduceScatterPlan(
+            split=structures.Split(*plan.split),
+            digest=self._comm.digest(self._what),
+            n=plan.n,
+            k=plan.k,
+            tile=structures.TileShape(*plan.tile),
+            part_rows=plan.part_rows,
+            row_start=self._constant("row_start", np.array(plan.row_start, np.int64)),
+            partials=self._zone(arena, 0),
+        )
+
+    def _zone(self, arena: Arena, number: int) -> Any:
+        """Return where a landing zone is, one behind another in the arena of every rank.
+
+        Other operators, and other plans, have theirs in the same place. They do not meet there: who
+        pushes has seen the owner make this call, and the owner's earlier calls are over by then.
+        """
+        structures, before = structs.shared(), self.plan.zones[:number]
+        signals = 8 * sum(slots for slots, _ in before)
+        data = arena.data_offset_for(arena.signals) + sum(slots * size for slots, size in before)
+        return structures.ZonePlan(
+            signals=structures.Place(arena.number, signals),
+            slots=structures.Place(arena.number, data),
+            slot_bytes=self.plan.zones[number][1],
+        )
