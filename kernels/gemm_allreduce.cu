@@ -30,9 +30,7 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
 
     // The tiles of some columns, or the parts in which they are handed out. Made anew for each use: nothing stays in
     // registers while tiles are multiplied.
-    auto tiles = [&](Range stripe, i64 rows, RingTiles::Steps steps, u64 agent, u64 agents, u64 before) {
-        TileShape tile = reduction.tile;
-        tile.rows = rows;
+    auto tiles = [&](Range stripe, TileShape tile, RingTiles::Steps steps, u64 agent, u64 agents, u64 before) {
         const RingTiles::Grid grid{launch.rank(), launch.size(), reduction.row_start, stripe, tile};
         return RingTiles(grid, steps, agent, agents, before);
     };
@@ -40,8 +38,9 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     auto greet = [&](Launch self) { return self.member() > 0 || self.greet(p.message); };
     auto collect = [&] {
         const u64 agent = launch.member(), agents = launch.members();
+        const TileShape shape{reduction.part_rows, reduction.part_columns, 0};
         for (Range stripe : Blocks(reduction.n, plan.stripe))
-            for (Tile part : tiles(stripe, reduction.part_rows, {1, launch.size()}, agent, agents, 0))
+            for (Tile part : tiles(stripe, shape, {1, launch.size()}, agent, agents, 0))
                 Sums<OutType>(plan).collect(launch, part, store());
     };
 
@@ -58,7 +57,7 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
                 /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
         };
         auto share = [&](Range stripe, RingTiles::Steps steps, u64 before) {
-            return tiles(stripe, reduction.tile.rows, steps, launch.member() / engine::cluster,
+            return tiles(stripe, reduction.tile, steps, launch.member() / engine::cluster,
                          launch.members() / engine::cluster, before);
         };
         u64 before = 0;  // tiles of what is done

@@ -124,6 +124,14 @@ class Gpu:
     shared_bytes: int
 
 
+# What engine/portable.cuh has in shared memory besides panels: strips of the result, one for each
+# of 8 warps, and barriers and the like.
+_STRIP_BYTES = 8 * 16 * (128 + 16)
+_CONTROL_BYTES = 2048
+# The shortest and the longest line of a panel.
+_LINE_BYTES = 128, 1024
+
+
 @dataclass(frozen=True)
 class HostTile:
     """What engine/host.cuh computes at a time.
@@ -146,9 +154,9 @@ class HostTile:
         return accumulators * max(4, dtype.itemsize) + rows * columns * out_dtype.itemsize
 
     @property
-    def part_rows(self) -> int:
-        """Rows of a finished tile that are delivered together."""
-        return self.tile[0]
+    def part(self) -> tuple[int, int]:
+        """Rows and columns of a finished tile that are delivered together."""
+        return self.tile[:2]
 
     def defines(self, dtype: np.dtype) -> dict[str, int]:
         """Return no macros: the tile is a run-time value."""
@@ -178,21 +186,21 @@ class PortableTile:
     """
 
     tile: tuple[int, int, int]
-    stages: int = 3
+    stages: int
 
     engine: ClassVar[str] = "portable"
     cluster: ClassVar[int] = 1
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
-        """Return the shared memory of a thread block: the panels, or in their place the result."""
+        """Return the shared memory of a thread block: panels, and strips of the result."""
         rows, columns, k = self.tile
         ring = self.stages * (rows + columns) * k * dtype.itemsize
-        return max(ring, rows * (columns + 8) * out_dtype.itemsize)
+        return ring + _STRIP_BYTES + _CONTROL_BYTES
 
     @property
-    def part_rows(self) -> int:
-        """Rows of a finished tile that are delivered together."""
-        return self.tile[0]
+    def part(self) -> tuple[int, int]:
+        """Rows and columns of a finished tile that are delivered together: those of a warp."""
+        return self.tile[0] // 2, self.tile[1] // 4
 
     def defines(self, dtype: np.dtype) -> dict[str, int]:
         """Return the macros that say so; none for what the header takes by itself."""
@@ -204,37 +212,43 @@ class PortableTile:
 
 def default_tile(dtype: np.dtype) -> PortableTile:
     """Return what engine/portable.cuh takes by itself."""
-    return PortableTile((128, 128 if dtype.itemsize == 8 else 256, 128 // dtype.itemsize))
+    if dtype.itemsize == 2:
+        return PortableTile((128, 256, 128), 2)
+    return PortableTile((128, 128 if dtype.itemsize == 8 else 256, 128 // dtype.itemsize), 4)
 
 
-def portable_tile(
-    dtype: np.dtype, out_dtype: np.dtype, options: Options, shared_bytes: int
-) -> PortableTile:
-    """Choose the tile of engine/portable.cuh for a GPU with so much shared memory per block."""
+def portable_tile(dtype: np.dtype, options: Options, shared_bytes: int) -> PortableTile:
+    """Choose the tile of engine/portable.cuh for a GPU with so much shared memory per block.
+
+    A large tile goes before many stages, of which two will do.
+    """
+    shortest, longest = (size // dtype.itemsize for size in _LINE_BYTES)
+    default = default_tile(dtype)
     if options.tile is None:
-        k = 128 // dtype.itemsize
-        smaller = (PortableTile((rows, 128, k)) for rows in (128, 64, 32))
-        candidates = [default_tile(dtype), *smaller]
-        fits = (t for t in candidates if t.shared_bytes(dtype, out_dtype) <= shared_bytes)
-        return next(fits, candidates[-1])
-    tile = PortableTile(options.tile)
-    least = max(128 // dtype.itemsize, 32), max(128 // dtype.itemsize, 64), 128 // dtype.itemsize
-    most = 4096 // dtype.itemsize
-    powers = all(extent & (extent - 1) == 0 for extent in tile.tile)
-    need = tile.shared_bytes(dtype, out_dtype)
+        tiles = [(*default.tile[:2], shortest), *((rows, 128, shortest) for rows in (128, 64, 32))]
+    else:
+        tiles = [options.tile]
+    candidates = [PortableTile(tile, stages) for tile in tiles for stages in (4, 3, 2)]
+    if options.tile in (None, default.tile):
+        candidates.insert(0, default)
+    fits = (choice for choice in candidates if choice.shared_bytes(dtype, dtype) <= shared_bytes)
+    chosen = next(fits, candidates[-1])
+    least = max(shortest, 32), max(shortest, 64), shortest
+    powers = all(extent & (extent - 1) == 0 for extent in chosen.tile)
+    need = chosen.shared_bytes(dtype, dtype)
     if not powers or any(
-        not low <= extent <= most for extent, low in zip(tile.tile, least, strict=True)
+        not low <= extent <= longest for extent, low in zip(chosen.tile, least, strict=True)
     ):
         raise ValueError(
-            f"Options(tile={tile.tile}): a GPU needs powers of two, at least {least} and at most "
-            f"{most}, for {dtype.name}"
+            f"Options(tile={chosen.tile}): a GPU needs powers of two, at least {least} and at most "
+            f"{longest}, for {dtype.name}"
         )
     if need > shared_bytes:
         raise ValueError(
-            f"Options(tile={tile.tile}) takes {need} bytes of shared memory, the GPU has "
+            f"Options(tile={chosen.tile}) takes {need} bytes of shared memory, the GPU has "
             f"{shared_bytes} per block: use a smaller one"
         )
-    return tile
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -264,9 +278,9 @@ class HopperTile:
     engine: ClassVar[str] = "hopper"
 
     @property
-    def part_rows(self) -> int:
-        """Rows of a finished tile that are delivered together: those of half a block."""
-        return self.tile[0] // self.cluster // 2
+    def part(self) -> tuple[int, int]:
+        """Rows and columns of a finished tile that are delivered together: half a block's."""
+        return self.tile[0] // self.cluster // 2, self.tile[1]
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return the shared memory of a thread block."""
@@ -356,7 +370,7 @@ def gpu_tile(
     tile = None
     if gpu.arch == "sm_90a" and dtype.itemsize == 2:
         tile = hopper_tile(row_counts, n, options, gpu, k)
-    return tile or portable_tile(dtype, out_dtype, options, gpu.shared_bytes)
+    return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
 
 class PlanFile:
@@ -551,8 +565,8 @@ class GemmReduceScatterPlan(GemmPlan):
     ----------
     transfer_dtype : numpy.dtype
         Of partial sums on their way.
-    part_rows : int
-        Rows of a tile that are pushed and added together.
+    part : tuple of int
+        (rows, columns) of a tile that are pushed and added together.
     zones : tuple of (int, int)
         (slots, bytes of one) of each landing zone, on every rank alike.
     """
@@ -561,7 +575,7 @@ class GemmReduceScatterPlan(GemmPlan):
     more_dtypes: ClassVar[tuple[str, ...]] = ("transfer_dtype",)
 
     transfer_dtype: np.dtype
-    part_rows: int
+    part: tuple[int, int]
     zones: tuple[tuple[int, int], ...]
 
     @property
@@ -767,6 +781,11 @@ def choose_split(
     split = (0 if ranks == 1 else movers, compute)
     if chosen.engine == "host":
         return split
+    if chosen.engine == "portable" and ranks > 1 and not movers:
+        raise ValueError(
+            f"Options(split={options.split}): compute agents of the engine portable can do nothing "
+            "beside; use at least one mover"
+        )
     if split[0] % chosen.cluster or compute % chosen.cluster:
         raise ValueError(
             f"Options(split={options.split}): blocks come in clusters of {chosen.cluster}; use "
@@ -824,7 +843,7 @@ def plan_reduction(
         cluster=chosen.cluster,
         split=split,
         shared_bytes=chosen.shared_bytes(dtype, accumulator_dtype(dtype)),
-        part_rows=chosen.part_rows,
+        part=chosen.part,
         zones=reduction_zones(kind, row_counts, n, out_dtype, transfer_dtype, chosen),
         **more,
     )
@@ -843,7 +862,7 @@ def reduction_zones(
     The partial sums of each peer for the parts of the rank that owns most; for `gemm_allreduce`
     also the sums of all. No slot is used twice in a call, so none is waited for.
     """
-    rows, columns = chosen.part_rows, chosen.tile[1]
+    rows, columns = chosen.part
     parts = tile_counts(row_counts, n, (rows, columns, 0))
 
     def slot_bytes(dtype: np.dtype) -> int:

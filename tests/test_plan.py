@@ -330,7 +330,7 @@ def test_plans_of_sums_agree_between_ranks_and_fit(kind):
             for options in OPTIONS:
                 each = [make_reduction(kind, case, rank, options) for rank in range(size)]
                 # What they push to each other: tiles, places, sizes.
-                assert len({(p.zones, p.tile[:2], p.part_rows) for p in each}) == 1
+                assert len({(p.zones, p.tile[:2], p.part) for p in each}) == 1
                 partials = each[0].zones[0]
                 rows, columns, _ = each[0].tile
                 for plan in each:
@@ -389,6 +389,6 @@ def test_plans_of_sums_for_a_gpu(kind, dtype):
     assert plan.shared_bytes <= H100.shared_bytes
     assert sum(plan.split) <= 132
     assert all(agents % plan.cluster == 0 for agents in plan.split)
-    assert plan.tile[0] % plan.part_rows == 0
+    assert not any(extent % part for extent, part in zip(plan.tile, plan.part, strict=False))
     if kind is plans.GemmAllReducePlan:
         assert plan.split[0] > 0  # who stores the sums of the others

@@ -13,11 +13,8 @@ from mkernel_cp.targets import cuda, host
 
 H100 = plan.Gpu("sm_90a", 132, 232448)
 PORTABLE = plan.Gpu("sm_90", 132, 232448)
+A100 = plan.Gpu("sm_80", 108, 166912)
 SMALL = plan.Gpu("sm_86", 84, 101376)
-PAIRS = [
-    (dtype, out) for dtype in plan.DTYPES for out in (dtype, np.dtype(np.float32))
-    if out == dtype or dtype.itemsize == 2
-]  # fmt: skip
 
 
 def survey(uuid, **reaches):
@@ -65,23 +62,39 @@ def test_without_cupy_or_gpu_the_error_says_what_to_install():
     assert "pip install 'mkernel_cp[cu1" in done.stderr or "no GPU" in done.stderr
 
 
-@pytest.mark.parametrize("gpu", [H100, SMALL], ids=lambda gpu: gpu.arch)
-@pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str)
-def test_default_tiles_fit_the_gpu(dtype, out, gpu):
-    tile = plan.portable_tile(dtype, out, mk.Options(), gpu.shared_bytes)
-    assert tile.shared_bytes(dtype, out) <= gpu.shared_bytes
-    assert bool(tile.defines(dtype)) == (gpu is SMALL)
+@pytest.mark.parametrize("gpu", [H100, A100, SMALL], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("dtype", plan.DTYPES, ids=str)
+def test_default_tiles_fit_the_gpu(dtype, gpu):
+    tile = plan.portable_tile(dtype, mk.Options(), gpu.shared_bytes)
+    assert tile.shared_bytes(dtype, dtype) <= gpu.shared_bytes
+    assert tile.stages >= 2
+    assert bool(tile.defines(dtype)) == (tile != plan.default_tile(dtype))
+    if gpu is H100:
+        assert not tile.defines(dtype)
+    if gpu is not SMALL:
+        assert tile.tile[:2] == plan.default_tile(dtype).tile[:2]
+
+
+def test_a_tile_that_is_asked_for_gets_the_stages_that_fit():
+    half = plan.DTYPES[0]
+
+    def chosen(*tile, gpu=H100):
+        return plan.portable_tile(half, mk.Options(tile=tile), gpu.shared_bytes)
+
+    assert chosen(128, 256, 128) == plan.default_tile(half)
+    assert chosen(128, 256, 64) == plan.PortableTile((128, 256, 64), 4)
+    assert chosen(128, 256, 64, gpu=A100).stages == 3
+    assert chosen(128, 128, 64, gpu=SMALL).stages == 2
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("gpu", [H100, SMALL], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("gpu", [H100, A100, SMALL], ids=lambda gpu: gpu.arch)
 def test_tiles_are_those_of_the_header(tmp_path, gpu):
     """Python and the header compute the same shared memory, with and without macros."""
-    for number, (dtype, out) in enumerate(PAIRS):
-        tile = plan.portable_tile(dtype, out, mk.Options(), gpu.shared_bytes)
+    for number, dtype in enumerate(plan.DTYPES):
+        tile = plan.portable_tile(dtype, mk.Options(), gpu.shared_bytes)
         tiling = f"mk::engine::Tiling<mk::{plan.cpp_type(dtype)}>"
         tiling = tiling.replace("mk::float>", "float>").replace("mk::double>", "double>")
-        kind = {"float32": "float", "float64": "double"}.get(out.name, f"mk::{out.name}")
         source = tmp_path / f"tile_{number}.cu"
         source.write_text(
             f'#include "mkernel/engine/portable.cuh"\n'
@@ -89,7 +102,7 @@ def test_tiles_are_those_of_the_header(tmp_path, gpu):
             f'static_assert(Tiling::rows == {tile.tile[0]}, "");\n'
             f'static_assert(Tiling::columns == {tile.tile[1]}, "");\n'
             f'static_assert(Tiling::k == {tile.tile[2]} && Tiling::stages == {tile.stages}, "");\n'
-            f'static_assert(Tiling::shared_bytes<{kind}> == {tile.shared_bytes(dtype, out)}, "");\n'
+            f'static_assert(Tiling::shared_bytes == {tile.shared_bytes(dtype, dtype)}, "");\n'
         )
         defines = [f"-D{name}={value}" for name, value in tile.defines(dtype).items()]
         options = ["-std=c++17", f"-I{compiler.include_dir()}", f"--gpu-architecture={gpu.arch}"]
@@ -147,7 +160,8 @@ def test_plans_of_a_gpu_use_it_and_no_more():
         (mk.Options(split=(100, 100)), "runs 132 agents"),
         (mk.Options(tile=(100, 128, 64)), "powers of two"),
         (mk.Options(tile=(128, 16, 64)), "at least"),
-        (mk.Options(tile=(1024, 1024, 64)), "232448"),
+        (mk.Options(tile=(1024, 256, 64)), "at most 512"),
+        (mk.Options(tile=(512, 512, 64)), "232448"),
     ],
     ids=str,
 )

@@ -101,7 +101,8 @@ class ReductionOperator(GemmOperator):
             n=plan.n,
             k=plan.k,
             tile=structures.TileShape(*plan.tile),
-            part_rows=plan.part_rows,
+            part_rows=plan.part[0],
+            part_columns=plan.part[1],
             row_start=self._constant("row_start", np.array(plan.row_start, np.int64)),
             partials=self._zone(arena, 0),
         )

@@ -15,21 +15,101 @@ MK_DEVICE u32 opaque(u32 value) {
     return value;
 }
 
+// From here on the object, and what it refers to, is in memory: no registers are kept for it.
+template <class Object>
+MK_DEVICE void keep_in_memory(Object& object) { asm volatile("" ::"l"(&object) : "memory"); }
+
+// --- registers
+
+// Whether warps of a block can have different numbers of registers.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool registers_move = true;
+#else
+constexpr bool registers_move = false;
+#endif
+
+// Registers per thread of the calling warpgroup, a multiple of 8; as many as others have let go.
+template <u32 count>
+MK_DEVICE void grow_registers() {
+    if constexpr (registers_move) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <u32 count>
+MK_DEVICE void shrink_registers() {
+    if constexpr (registers_move) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
 // --- sm_80: copies from global to shared memory, past the registers and the L1 cache ---------------------------------
 
-// 16 bytes, both ends aligned to them: the first `bytes` of `from`, and zeros behind.
+// 16 bytes, both ends aligned to them.
+MK_DEVICE void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// The same for the first `bytes` of `from`, and zeros behind.
 MK_DEVICE void copy_async(void* to, const void* from, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
 
-// Closes the group of this thread's copies since the last one.
-MK_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// --- sm_80: barriers -------------------------------------------------------------------------------------------------
 
-// Waits until only the `newest` groups of this thread are under way.
-template <u32 newest>
-MK_DEVICE void copy_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(newest) : "memory");
+// A barrier of some warps of a block, `threads` in all; `id` is 1 to 15. Whether any of them says so.
+template <u32 id, u32 threads>
+MK_DEVICE bool any_of_warps(bool verdict) {
+    u32 any;
+    asm volatile(
+        "{\n.reg .pred verdict, any;\n"
+        "setp.ne.b32 verdict, %1, 0;\n"
+        "barrier.cta.red.or.pred any, %2, %3, verdict;\n"
+        "selp.b32 %0, 1, 0, any;\n}"
+        : "=r"(any)
+        : "r"(u32(verdict)), "n"(id), "n"(threads)
+        : "memory");
+    return any;
+}
+
+// An mbarrier, in shared memory: it completes a phase with so many arrivals.
+
+MK_DEVICE void barrier_init(u64* barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+MK_DEVICE void arrive(u64* barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+
+// Arrives when all copies that this thread has started so far are complete.
+MK_DEVICE void arrive_when_copied(u64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Whether the phase of that parity is complete.
+MK_DEVICE bool completed(u64* barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done;
+}
+
+// Waits until it is.
+MK_DEVICE void wait(u64* barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\n"
+#if __CUDA_ARCH__ >= 900
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#else
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#endif
+        "@!done bra again;\n}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
 }
 
 // --- sm_80: matrix fragments -----------------------------------------------------------------------------------------
@@ -39,17 +119,34 @@ MK_DEVICE void copy_async_wait() {
 // Four matrices of 8 x 8 elements of 16 bits. Lane l passes the address of 8 contiguous elements: line l % 8 of matrix
 // l / 8. Lines are rows, or columns if `transposed`.
 template <bool transposed>
-MK_DEVICE void load_matrices(u32 (&to)[4], const void* line) {
+MK_DEVICE void load_matrices(u32 (&to)[4], u32 shared_line) {
     if (transposed)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                     : "r"(shared_address(line))
+                     : "r"(shared_line)
                      : "memory");
     else
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                     : "r"(shared_address(line))
+                     : "r"(shared_line)
                      : "memory");
+}
+
+// The same for other elements: a thread's own ones, which are neighbours.
+MK_DEVICE void load_shared(float2& to, u32 address) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to.x), "=f"(to.y) : "r"(address) : "memory");
+}
+MK_DEVICE void load_shared(float4& to, u32 address) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to.x), "=f"(to.y), "=f"(to.z), "=f"(to.w)
+                 : "r"(address)
+                 : "memory");
+}
+MK_DEVICE void load_shared(double& to, u32 address) {
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(to) : "r"(address) : "memory");
+}
+MK_DEVICE void load_shared(double2& to, u32 address) {
+    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(to.x), "=d"(to.y) : "r"(address) : "memory");
 }
 
 // c += a @ b, 16 x 8 x 16. c: rows group and group + 8, columns 2 member and 2 member + 1 of each.
@@ -72,21 +169,18 @@ MK_DEVICE void mma<float16>(float* c, const u32* a, const u32* b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The same for float64. a[2 s], a[2 s + 1]: rows group and group + 8 of column 4 s + member; b[s]: row 4 s + member of
-// column group.
-MK_DEVICE void mma(double* c, const double* a, const double* b) {
+// The same for float64, 16 x 8 x 4. a: rows group and group + 8 of column member; b: row member of column group.
+MK_DEVICE void mma(double* c, const double* a, double b) {
 #if __CUDA_ARCH__ >= 900
-    asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
-        "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
         : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
-        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]), "d"(b[1]),
-          "d"(b[2]), "d"(b[3]));
+        : "d"(a[0]), "d"(a[1]), "d"(b));
 #else
     MK_UNROLL
-    for (u32 i = 0; i < 8; ++i)
+    for (u32 i = 0; i < 2; ++i)
         asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-            : "+d"(c[i % 2 * 2]), "+d"(c[i % 2 * 2 + 1])
-            : "d"(a[i]), "d"(b[i / 2]));
+            : "+d"(c[2 * i]), "+d"(c[2 * i + 1])
+            : "d"(a[i]), "d"(b));
 #endif
 }
 
@@ -95,12 +189,6 @@ MK_DEVICE void mma(double* c, const double* a, const double* b) {
 // --- sm_90a: tensor copies, mbarriers, warpgroup matrix instructions -------------------------------------------------
 
 namespace ptx {
-
-// Registers per thread of the calling warpgroup, a multiple of 8.
-template <u32 count>
-MK_DEVICE void grow_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
-template <u32 count>
-MK_DEVICE void shrink_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
 
 // --- clusters
 
@@ -118,11 +206,7 @@ MK_DEVICE void cluster_sync() {
             : "memory");
 }
 
-// --- mbarriers in shared memory
-
-MK_DEVICE void barrier_init(u64* barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
+// --- mbarriers that reach further than a block
 
 // Before its memory is used for anything else, or for another barrier.
 MK_DEVICE void barrier_invalidate(u64* barrier) {
@@ -131,10 +215,6 @@ MK_DEVICE void barrier_invalidate(u64* barrier) {
 
 // After barrier_init: before the cluster or a bulk copy may use the barriers.
 MK_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-MK_DEVICE void arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
 
 // Arrives, and lets the phase also wait for `bytes` of bulk copies.
 MK_DEVICE void arrive_expect(u64* barrier, u32 bytes) {
@@ -150,17 +230,6 @@ MK_DEVICE void arrive_at(u64* barrier, u32 rank) {
         "mapa.shared::cluster.u32 there, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
         "r"(rank)
-        : "memory");
-}
-
-// Waits until the phase of that parity is complete.
-MK_DEVICE void wait(u64* barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(shared_address(barrier)),
-        "r"(parity)
         : "memory");
 }
 

@@ -44,13 +44,13 @@ public:
     }
 
     // Slots hold parts row by row, without gaps.
-    MK_DEVICE i64 columns() const { return plan_->tile.columns; }
+    MK_DEVICE i64 columns() const { return plan_->part_columns; }
     MK_DEVICE i64 place(const Tile& piece) const {
         return piece.rows.begin % plan_->part_rows * columns() + piece.columns.begin % columns();
     }
 
 private:
-    MK_DEVICE i64 across() const { return ceil_div(plan_->n, plan_->tile.columns); }
+    MK_DEVICE i64 across() const { return ceil_div(plan_->n, columns()); }
     const GemmReduceScatterPlan* plan_;
 };
 

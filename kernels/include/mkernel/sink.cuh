@@ -36,8 +36,15 @@ struct Staged {
 // visit(line, place) for all places of all lines; neighbouring lanes get neighbouring places.
 template <class Visit>
 MK_DEVICE void spread(const Agent& agent, i64 lines, i64 run, Visit visit) {
-    const u32 count = u32(lines * run), length = u32(run);
-    for (u32 at = agent.lane(); at < count; at += agent.lanes()) visit(at / length, at % length);
+    const u32 count = u32(lines), length = u32(run);
+    if (length == 0) return;
+    const u32 lines_on = agent.lanes() / length, places_on = agent.lanes() % length;
+    for (u32 line = agent.lane() / length, place = agent.lane() % length; line < count;) {
+        visit(line, place);
+        line += lines_on;
+        place += places_on;
+        if (place >= length) place -= length, ++line;
+    }
 }
 
 // Stores the tile into a matrix whose rows are numbered over all ranks, or are those of one rank.

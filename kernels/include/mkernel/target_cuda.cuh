@@ -5,9 +5,9 @@
 #define MK_UNROLL _Pragma("unroll")
 #define MK_NO_UNROLL _Pragma("unroll 1")
 
-// Threads of a block; a plan compiles its kernel with the count that its engine wants.
+// Threads of a block: what the portable engine wants, unless a kernel is compiled for another one.
 #ifndef MK_THREADS
-#define MK_THREADS 256
+#define MK_THREADS 384
 #endif
 
 // Blocks that an engine lets work together.
@@ -32,11 +32,11 @@ namespace mk {
 
 extern __shared__ __align__(1024) u8 dynamic_shared[];
 
-// The threads that act as one: a whole block, one warp of it (warp()), or a single thread (alone()).
+// The threads that act as one: a whole block, or of it the caller's warp (warp()) or a single thread (alone()).
 class Agent {
 public:
     static MK_DEVICE Agent current() { return Agent(threadIdx.x, blockDim.x); }
-    MK_DEVICE Agent warp() const { return Agent(threadIdx.x % 32, 32); }
+    static MK_DEVICE Agent warp() { return Agent(threadIdx.x % 32, 32); }
     MK_DEVICE Agent alone() const { return Agent(0, 1); }
 
     MK_DEVICE u32 index() const { return blockIdx.x; }

@@ -192,7 +192,8 @@ struct GemmReduceScatterPlan {
     i64 n;
     i64 k;  // of this rank
     TileShape tile;
-    i64 part_rows;      // of a tile, that are pushed and added together
+    i64 part_rows;      // of a part of a tile, which is pushed and added at once
+    i64 part_columns;
     i64* row_start;     // [rank]: the first of the rows that it owns, and the total behind the last
     ZonePlan partials;  // [ring distance from the owner - 1][part of the owner's tiles]
 };

@@ -10,6 +10,7 @@
 #include "../landing.cuh"
 #include "../ptx.cuh"
 #include "../reduction.cuh"
+#include "ring.cuh"
 
 // What is compiled in; a plan's TileShape has the same rows and columns.
 #ifndef MK_TILE_ROWS
@@ -76,15 +77,6 @@ struct Panel {
     }
     static MK_DEVICE u64 descriptor(const u8* from) {
         return ptx::operand_descriptor(ptx::shared_address(from), box_bytes);
-    }
-};
-
-// A ring of slots as one of its users sees it. It runs on from tile to tile; `parity` is that of the phase in hand.
-template <u32 slots>
-struct Turn {
-    u32 slot = 0, parity = 0;
-    MK_DEVICE void advance() {
-        if (++slot == slots) slot = 0, parity ^= 1;
     }
 };
 

@@ -1,72 +1,105 @@
 // The engine of GPUs from sm_80 on: mma.sync for bfloat16, float16 and float64, fused multiply-adds for float32.
-// Operands come through a ring of panels in shared memory, several panels ahead of the arithmetic.
+// A block is twelve warps that meet in shared memory:
+//   producers  four warps: have asynchronous copies fill one slot of a ring after another with a panel of A and of B.
+//              Thread 0 asks the gate, and tells the consumers which tile comes next
+//   consumers  eight warps: multiply the panels, each its part of the tile, and store that strip by strip, while the
+//              producers already fetch the next tile
 #pragma once
 
 #include "../landing.cuh"
 #include "../ptx.cuh"
 #include "../reduction.cuh"
+#include "ring.cuh"
 
 namespace mk {
 namespace engine {
 
 constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // blocks that share a tile
+constexpr u32 warp_size = 32;
+constexpr u32 producers = 4, consumers = 8;
+constexpr u32 loaders = producers * warp_size;
+
+static_assert(MK_THREADS == loaders + consumers * warp_size, "some warps fetch, the others multiply");
+
+// Registers of a thread, where warps can have different numbers of them.
+constexpr u32 launch_registers = 168, producer_registers = 104, consumer_registers = 200;
 
 // What is compiled in. A plan passes all four macros, or none, and the TileShape that they say: Python sees to that.
-//   rows, columns  128 bytes or more, powers of two; rows at least 32, columns at least MK_THREADS / 4
-//   k              128 bytes or more, a power of two
+//   rows, columns  128 to 1024 bytes, powers of two; rows at least 32, columns at least 64
+//   k              128 to 1024 bytes, a power of two
 //   stages         panels in the ring, 2 or more
 template <class T>
 struct Tiling {
 #ifdef MK_TILE_ROWS
     static constexpr u32 rows = MK_TILE_ROWS, columns = MK_TILE_COLUMNS, k = MK_TILE_K, stages = MK_STAGES;
 #else
-    static constexpr u32 rows = 128, columns = sizeof(T) == 8 ? 128 : 256, k = 128 / sizeof(T), stages = 3;
+    static constexpr u32 rows = 128, columns = sizeof(T) == 8 ? 128 : 256;
+    static constexpr u32 k = sizeof(T) == 2 ? 128 : 128 / sizeof(T), stages = sizeof(T) == 2 ? 2 : 4;
 #endif
-    static constexpr u32 warps = MK_THREADS / 32, warps_down = 2, warps_across = warps / 2;
+    static constexpr u32 line_most = 1024;
     template <u32 extent>
     static constexpr bool fits = (extent & (extent - 1)) == 0 && extent * sizeof(T) >= 128 &&
-                                 extent * sizeof(T) <= 16 * MK_THREADS;
-    static_assert(fits<rows> && fits<columns> && fits<k>, "all threads fetch a panel's lines in whole rounds");
-    static_assert(rows % 32 == 0 && columns % (16 * warps_across) == 0, "warps share a tile evenly, in blocks of 16");
+                                 extent * sizeof(T) <= line_most;
+    static_assert(fits<rows> && fits<columns> && fits<k>, "lines of panels are whole pieces, and permuted");
     static_assert(stages >= 2, "one panel is used while another is fetched");
 
-    static constexpr u32 a_bytes = rows * k * sizeof(T), panel_bytes = (rows + columns) * k * sizeof(T);
-    // Of a staged row: the gap of 8 spreads the rows that a warp writes at once over the banks.
-    static constexpr u32 staged_pitch = columns + 8;
+    // What of a tile is a consumer's: `down` by `across` blocks of 16 x 16.
+    static constexpr u32 warps_down = 2, warps_across = consumers / warps_down;
+    static constexpr u32 warp_rows = rows / warps_down, warp_columns = columns / warps_across;
+    static constexpr u32 down = warp_rows / 16, across = warp_columns / 16;
+    static_assert(down > 0 && across > 0, "consumers have equal shares, in blocks of 16");
 
-    // Dynamic shared memory of a block: the ring, and in its place, when a tile is done, the tile.
-    static constexpr u32 ring_bytes = stages * panel_bytes;
-    template <class Out>
-    static constexpr u32 staged_bytes = rows * staged_pitch * sizeof(Out);
-    template <class Out>
-    static constexpr u32 shared_bytes = ring_bytes > staged_bytes<Out> ? ring_bytes : staged_bytes<Out>;
+    static constexpr u32 a_bytes = rows * k * sizeof(T), b_bytes = columns * k * sizeof(T);
+
+    // A finished tile is stored in strips of 16 lines. The gap behind each line spreads over the banks what a warp
+    // writes at once.
+    static constexpr u32 strip_line = 128, strip_pitch = strip_line + 16, strip_bytes = 16 * strip_pitch;
+
+    // Dynamic shared memory of a block: the ring, a strip for each consumer, and barriers and the like.
+    static constexpr u32 control_bytes = 2048;
+    static constexpr u32 shared_bytes = stages * (a_bytes + b_bytes) + consumers * strip_bytes + control_bytes;
 };
 
 // Shared memory is read and written in pieces of 16 bytes.
 template <class T>
 constexpr u32 piece = 16 / sizeof(T);
 
-// Where a line keeps its pieces: those that one access reads from neighbouring lines lie in different banks. It reads
-// one piece of each of 8 lines, or, of double, two of each of 4.
+// How the pieces of a line are permuted: those that one access reads from different lines lie in different banks.
 template <class T>
-MK_DEVICE u32 permuted(u32 line, u32 index) {
-    return index ^ (sizeof(T) == 8 ? line % 4 * 2 : line % 8);
+MK_DEVICE u32 permutation(u32 line) {
+    return sizeof(T) == 8 ? line / 2 % 2 * 4 + (line ^ line / 4) % 2 * 2 : line / (sizeof(T) / 2) % 8;
 }
 
 // One operand's part of a panel: `extent` rows of A or columns of B, by `depth` terms. Lines run along k or across it.
-template <class T, u32 extent, u32 depth, bool along_k>
+// Where an element lies is linear in the bits of its line and of its place in it. So a thread works out its own part
+// once, and further() adds one that is known when compiled, with which it has no bit in common.
+template <class Element, u32 extent, u32 depth, bool lines_along_k>
 struct Panel {
-    static constexpr bool lines_along_k = along_k;
-    const u8* data;
+    using T = Element;
+    static constexpr bool along_k = lines_along_k;
+    static constexpr u32 lines = along_k ? extent : depth, run = along_k ? depth : extent;
+    static constexpr u32 line_bytes = run * sizeof(T), line_pieces = run / piece<T>;
 
-    MK_DEVICE const T* at(u32 outer, u32 k) const {
-        u32 line = along_k ? outer : k, run = along_k ? k : outer;
-        u32 line_bytes = (along_k ? depth : extent) * sizeof(T);
-        return reinterpret_cast<const T*>(data + line * line_bytes + permuted<T>(line, run / piece<T>) * 16) +
-               run % piece<T>;
+    static MK_DEVICE u32 place(u32 line, u32 at) { return line * line_bytes + in_line(line, at); }
+    // Panels are aligned to the longest line.
+    static MK_DEVICE u32 further(u32 address, u32 line, u32 at) {
+        return (address ^ in_line(line, at)) + line * line_bytes;
+    }
+
+    // The same, counted in the operand.
+    static MK_DEVICE u32 place_of(u32 outer, u32 k) { return along_k ? place(outer, k) : place(k, outer); }
+    static MK_DEVICE u32 further_of(u32 address, u32 outer, u32 k) {
+        return along_k ? further(address, outer, k) : further(address, k, outer);
+    }
+
+private:
+    static MK_DEVICE u32 in_line(u32 line, u32 at) {
+        return (at / piece<T> ^ permutation<T>(line)) * 16 + at % piece<T> * sizeof(T);
     }
 };
+
+// --- the producers' part ---------------------------------------------------------------------------------------------
 
 // One operand of a tile in global memory. Lines are what is contiguous there, or nearly so.
 template <class T>
@@ -89,51 +122,109 @@ struct Operand {
     }
 };
 
-// Starts to bring the terms `k` of an operand to a panel, and zeros where it has none.
-template <class T, u32 extent, u32 depth>
-MK_DEVICE void fetch(const Agent& agent, u8* panel, Operand<T> from, Range k) {
-    const u32 line_pieces = (from.along_k ? depth : extent) / piece<T>, lines_at_once = MK_THREADS / line_pieces;
-    const u32 lines = from.along_k ? from.extent : u32(k.size()), run = from.along_k ? u32(k.size()) : from.extent;
-    const i64 line_stride = from.along_k ? from.outer_stride : from.k_stride;
-    const i64 run_stride = from.along_k ? from.k_stride : from.outer_stride;
-    const u32 in_line = agent.lane() % line_pieces, first = in_line * piece<T>;
-    const u32 count = first < run ? (run - first < piece<T> ? run - first : piece<T>) : 0;
-    u32 line = agent.lane() / line_pieces;
-    const T* source = from.data + k.begin * from.k_stride + line * line_stride + first * run_stride;
-    constexpr u32 rounds = extent * depth / piece<T> / MK_THREADS;
-    auto target = [&] { return panel + (line * line_pieces + permuted<T>(line, in_line)) * 16; };
-    auto advance = [&] { line += lines_at_once, source += lines_at_once * line_stride; };
-    if (from.in_pieces) {
-        MK_UNROLL
-        for (u32 i = 0; i < rounds; ++i, advance())
-            ptx::copy_async(target(), source, line < lines ? count * u32(sizeof(T)) : 0);
-    } else {
-#pragma unroll 1
-        for (u32 i = 0; i < rounds; ++i, advance()) {
-            alignas(16) T elements[piece<T>] = {};
+// Some lines of an operand, to be brought to a panel by the producers, with zeros where the panel has more.
+template <class Panel>
+struct Fetch {
+    using T = typename Panel::T;
+    const T* from;
+    i64 line_stride, run_stride;
+    u32 lines, run;
+
+    MK_DEVICE void start(u8* panel, bool in_pieces) const {
+        if (!in_pieces) bring_elements(panel);
+        else if (lines == Panel::lines && run == Panel::run) bring_pieces<true>(panel);
+        else bring_pieces<false>(panel);
+    }
+
+private:
+    // Each thread brings pieces that are as far apart in memory as in the panel.
+    template <bool whole>
+    MK_DEVICE void bring_pieces(u8* panel) const {
+        constexpr u32 threads = Panel::line_pieces < loaders ? Panel::line_pieces : loaders;  // on a line
+        constexpr u32 lines_at_once = loaders / threads;
+        const u32 thread = own_thread(), own_line = thread / threads, own_at = thread % threads * piece<T>;
+        const u32 own = Panel::place(own_line, own_at);
+        const T* source = from + own_line * line_stride + own_at;
+#pragma unroll(whole ? 16 : 2)
+        for (u32 line = 0; line < Panel::lines; line += lines_at_once, source += lines_at_once * line_stride)
             MK_UNROLL
-            for (u32 j = 0; j < piece<T>; ++j)
-                if (line < lines && j < count) elements[j] = source[j * run_stride];
-            *reinterpret_cast<uint4*>(target()) = *reinterpret_cast<const uint4*>(elements);
+            for (u32 at = 0; at < Panel::run; at += threads * piece<T>) {
+                u8* to = panel + Panel::further(own, line, at);
+                if (whole) ptx::copy_async(to, source + at);
+                else ptx::copy_async(to, source + at, count(own_line + line, own_at + at) * u32(sizeof(T)));
+            }
+    }
+
+    // Whatever the strides are: through registers, two pieces at a time.
+    MK_DEVICE void bring_elements(u8* panel) const {
+        constexpr u32 pieces = Panel::lines * Panel::line_pieces / loaders, batch = 2;
+        const u32 thread = own_thread();
+#pragma unroll 1
+        for (u32 first = thread; first < pieces * loaders; first += batch * loaders) {
+            alignas(16) T elements[batch][piece<T>] = {};
+            MK_UNROLL
+            for (u32 i = 0; i < batch; ++i) {
+                const u32 index = first + i * loaders;
+                const u32 line = index / Panel::line_pieces, at = index % Panel::line_pieces * piece<T>;
+                const u32 there = count(line, at);
+                const T* source = from + line * line_stride + at * run_stride;
+                MK_UNROLL
+                for (u32 j = 0; j < piece<T>; ++j)
+                    if (j < there) elements[i][j] = source[j * run_stride];
+            }
+            MK_UNROLL
+            for (u32 i = 0; i < batch; ++i) {
+                const u32 index = first + i * loaders;
+                u8* to = panel + Panel::place(index / Panel::line_pieces, index % Panel::line_pieces * piece<T>);
+                *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(elements[i]);
+            }
         }
+    }
+
+    // How much of a piece there is.
+    MK_DEVICE u32 count(u32 line, u32 at) const {
+        return line >= lines || at >= run ? 0 : run - at < piece<T> ? run - at : piece<T>;
+    }
+
+    // Opaque: what is derived from it, here and for the other kinds of lines, is not to stay in registers meanwhile.
+    static MK_DEVICE u32 own_thread() { return ptx::opaque(threadIdx.x); }
+};
+
+// Starts to bring the terms `k` of an operand to a panel.
+template <class T, u32 extent, u32 depth>
+MK_DEVICE void fetch(u8* panel, const Operand<T>& operand, Range k) {
+    const T* from = operand.data + k.begin * operand.k_stride;
+    const u32 terms = u32(k.size());
+    if (operand.along_k) {
+        Fetch<Panel<T, extent, depth, true>> lines{from, operand.outer_stride, operand.k_stride, operand.extent, terms};
+        lines.start(panel, operand.in_pieces);
+    } else {
+        Fetch<Panel<T, extent, depth, false>> lines{from, operand.k_stride, operand.outer_stride, terms,
+                                                    operand.extent};
+        lines.start(panel, operand.in_pieces);
     }
 }
 
+// --- the consumers' part ---------------------------------------------------------------------------------------------
+
 // The threads of a warp share a block of 16 x 16 sums, 8 each, and add to it `depth` products at a time. Each loads its
-// share of the factors.
+// share of the factors, whose place in a block it says: own_outer, own_k. Sums 2 i and 2 i + 1 are neighbours in a row.
 template <class T>
 struct Lane {  // bfloat16 and float16
-    static constexpr u32 depth = 16, unroll = 4;
+    static constexpr u32 depth = 16, unroll = 7;
     struct Factor { u32 words[4]; };
     u32 lane;
 
+    // Of four matrices of 8 x 8, a line.
     template <bool is_a, class Panel>
-    MK_DEVICE Factor load(const Panel& panel, u32 outer, u32 k) const {
-        const u32 line = lane % 8, second = lane / 8 % 2 * 8, last = lane / 16 * 8;  // of four matrices of 8 x 8
-        outer += (is_a ? second : last) + (Panel::lines_along_k ? line : 0);
-        k += (is_a ? last : second) + (Panel::lines_along_k ? 0 : line);
+    MK_DEVICE u32 own_outer() const { return (is_a ? second() : last()) + (Panel::along_k ? lane % 8 : 0); }
+    template <bool is_a, class Panel>
+    MK_DEVICE u32 own_k() const { return (is_a ? last() : second()) + (Panel::along_k ? 0 : lane % 8); }
+
+    template <bool is_a, class Panel>
+    static MK_DEVICE Factor load(u32 own, u32 outer, u32 k) {
         Factor factor;
-        ptx::load_matrices<!Panel::lines_along_k>(factor.words, panel.at(outer, k));
+        ptx::load_matrices<!Panel::along_k>(factor.words, Panel::further_of(own, outer, k));
         return factor;
     }
     static MK_DEVICE void multiply_add(float (&sums)[8], const Factor& a, const Factor& b) {
@@ -142,57 +233,75 @@ struct Lane {  // bfloat16 and float16
     }
     MK_DEVICE u32 row_of(u32 sum) const { return lane / 4 + sum / 2 % 2 * 8; }
     MK_DEVICE u32 column_of(u32 sum) const { return lane % 4 * 2 + sum % 2 + sum / 4 * 8; }
+
+private:
+    MK_DEVICE u32 second() const { return lane / 8 % 2 * 8; }
+    MK_DEVICE u32 last() const { return lane / 16 * 8; }
 };
 
+// Rows and columns may come in any order: here a thread has neighbours, and loads them at once if they are in a line.
 template <>
 struct Lane<double> {
-    static constexpr u32 depth = 16, unroll = 1;
-    struct Factor { double values[8]; };
+    static constexpr u32 depth = 4, unroll = 1;
+    struct Factor { double values[2]; };
     u32 lane;
 
     template <bool is_a, class Panel>
-    MK_DEVICE Factor load(const Panel& panel, u32 outer, u32 k) const {
-        Factor factor;
-        MK_UNROLL
-        for (u32 half = 0; half < 2; ++half)
-            MK_UNROLL
-            for (u32 step = 0; step < 4; ++step)
-                factor.values[is_a ? step * 2 + half : half * 4 + step] =
-                    *panel.at(outer + half * 8 + lane / 4, k + step * 4 + lane % 4);
-        return factor;
+    MK_DEVICE u32 own_outer() const { return lane / 4 * 2; }
+    template <bool is_a, class Panel>
+    MK_DEVICE u32 own_k() const { return lane % 4; }
+
+    template <bool is_a, class Panel>
+    static MK_DEVICE Factor load(u32 own, u32 outer, u32 k) {
+        double2 pair;
+        if (Panel::along_k) {
+            ptx::load_shared(pair.x, Panel::further_of(own, outer, k));
+            ptx::load_shared(pair.y, Panel::further_of(own, outer + 1, k));
+        } else {
+            ptx::load_shared(pair, Panel::further_of(own, outer, k));
+        }
+        return {pair.x, pair.y};
     }
     static MK_DEVICE void multiply_add(double (&sums)[8], const Factor& a, const Factor& b) {
-        ptx::mma(&sums[0], a.values, &b.values[0]);
-        ptx::mma(&sums[4], a.values, &b.values[4]);
+        MK_UNROLL
+        for (u32 i = 0; i < 2; ++i) {
+            double quad[4] = {sums[i], sums[2 + i], sums[4 + i], sums[6 + i]};
+            ptx::mma(quad, a.values, b.values[i]);
+            MK_UNROLL
+            for (u32 j = 0; j < 4; ++j) sums[2 * j + i] = quad[j];
+        }
     }
-    MK_DEVICE u32 row_of(u32 sum) const { return lane / 4 + sum / 2 % 2 * 8; }
-    MK_DEVICE u32 column_of(u32 sum) const { return lane % 4 * 2 + sum % 2 + sum / 4 * 8; }
+    MK_DEVICE u32 row_of(u32 sum) const { return lane / 4 * 2 + sum / 4; }
+    MK_DEVICE u32 column_of(u32 sum) const { return lane % 4 * 4 + sum % 4; }
 };
 
 template <>
 struct Lane<float> {
-    static constexpr u32 depth = 4, unroll = 1;
-    struct Factor { float values[4][4]; };  // of A [row][k], 4 rows; of B [column][k], 2 columns
+    static constexpr u32 depth = 2, unroll = 1;
+    struct Factor { float values[4][2]; };  // of A [row][k], 4 rows; of B [column][k], 2 columns
     u32 lane;
 
     template <bool is_a, class Panel>
-    MK_DEVICE Factor load(const Panel& panel, u32 outer, u32 k) const {
+    MK_DEVICE u32 own_outer() const { return is_a ? lane / 8 * 4 : lane % 8 * 2; }
+    template <bool is_a, class Panel>
+    MK_DEVICE u32 own_k() const { return 0; }
+
+    template <bool is_a, class Panel>
+    static MK_DEVICE Factor load(u32 own, u32 outer, u32 k) {
         Factor factor;
         MK_UNROLL
-        for (u32 i = 0; i < 4; ++i)
-            if (Panel::lines_along_k) {
-                if (!is_a && i >= 2) continue;
-                const u32 line = outer + (is_a ? row_of(2 * i) : column_of(i));
-                float4 run = *reinterpret_cast<const float4*>(panel.at(line, k));
-                factor.values[i][0] = run.x, factor.values[i][1] = run.y;
-                factor.values[i][2] = run.z, factor.values[i][3] = run.w;
-            } else if (is_a) {
-                float4 run = *reinterpret_cast<const float4*>(panel.at(outer + row_of(0), k + i));
+        for (u32 i = 0; i < (Panel::along_k && is_a ? 4 : 2); ++i)
+            if (is_a && !Panel::along_k) {
+                float4 run;
+                ptx::load_shared(run, Panel::further_of(own, outer, k + i));
                 factor.values[0][i] = run.x, factor.values[1][i] = run.y;
                 factor.values[2][i] = run.z, factor.values[3][i] = run.w;
             } else {
-                factor.values[0][i] = *panel.at(outer + column_of(0), k + i);
-                factor.values[1][i] = *panel.at(outer + column_of(1), k + i);
+                float2 run;
+                ptx::load_shared(run, Panel::along_k ? Panel::further_of(own, outer + i, k)
+                                                     : Panel::further_of(own, outer, k + i));
+                if (Panel::along_k) factor.values[i][0] = run.x, factor.values[i][1] = run.y;
+                else factor.values[0][i] = run.x, factor.values[1][i] = run.y;
             }
         return factor;
     }
@@ -203,133 +312,296 @@ struct Lane<float> {
             for (u32 i = 0; i < 8; ++i) sums[i] = fmaf(a.values[i / 2][k], b.values[i % 2][k], sums[i]);
     }
     MK_DEVICE u32 row_of(u32 sum) const { return lane / 8 * 4 + sum / 2; }
-    MK_DEVICE u32 column_of(u32 sum) const { return lane % 8 + sum % 2 * 8; }
+    MK_DEVICE u32 column_of(u32 sum) const { return lane % 8 * 2 + sum % 2; }
 };
 
-// A warp's part of a tile, summed in registers.
-template <class T>
-class Product {
+template <class T, class Schedule, class Sink>
+class Portable {
 public:
     using Shape = Tiling<T>;
+    using Out = typename Sink::Type;
+    using Factor = typename Lane<T>::Factor;
+    using Sums = Accumulator<T>[Shape::down][Shape::across][8];
+    static constexpr u32 stages = Shape::stages;
 
-    template <bool a_along_k, bool b_along_k>
-    MK_DEVICE void add(const u8* panel) {
-        const Panel<T, Shape::rows, Shape::k, a_along_k> a{panel};
-        const Panel<T, Shape::columns, Shape::k, b_along_k> b{panel + Shape::a_bytes};
-        // Opaque: what each of the four add()s derives from it is not to stay in registers between panels.
-        const u32 thread = ptx::opaque(threadIdx.x);
-        const Lane<T> lane{thread % 32};
-#pragma unroll(Lane<T>::unroll)
-        for (u32 k = 0; k < Shape::k; k += Lane<T>::depth) {
-            typename Lane<T>::Factor factors[blocks_across];
-            MK_UNROLL
-            for (u32 j = 0; j < blocks_across; ++j)
-                factors[j] = lane.template load<false>(b, first_column(thread) + j * 16, k);
-            MK_UNROLL
-            for (u32 i = 0; i < blocks_down; ++i) {
-                typename Lane<T>::Factor factor = lane.template load<true>(a, first_row(thread) + i * 16, k);
-                MK_UNROLL
-                for (u32 j = 0; j < blocks_across; ++j) lane.multiply_add(sums_[i][j], factor, factors[j]);
+    // A tile to be worked on.
+    struct Order {
+        bool any;  // false: there are no more
+        Tile tile;
+        Operand<T> a, b;
+    };
+    static constexpr u32 orders = 2;
+
+    // The block's dynamic shared memory; much that could be in registers is here, for them to hold sums. Barriers come
+    // in pairs: one says that a slot is full, one that it is free.
+    struct Shared {
+        u8 a[stages][Shape::a_bytes];
+        u8 b[stages][Shape::b_bytes];
+        u8 strips[consumers][Shape::strip_bytes];
+        u64 loaded[stages], used[stages];
+        u64 given[orders], done[orders];
+        Order order[orders];
+        Turn<orders> turn[consumers];
+        Tile part[consumers], piece[consumers];  // that are being stored
+        Schedule schedule;
+        Sink sink;
+        u32 panels;   // of a tile
+        bool failed;  // a gate did not open: what is delivered from now on is NaN
+    };
+    static_assert(sizeof(Shared) <= Shape::shared_bytes, "Python asks for so much");
+
+    static MK_DEVICE void init(Shared& shared, const Schedule& schedule, const Sink& sink, i64 depth, bool live) {
+        shared.panels = u32(ceil_div(depth, Shape::k));
+        for (u32 i = 0; i < stages; ++i) {
+            ptx::barrier_init(&shared.loaded[i], loaders + producers);  // copies of each thread; stores of each warp
+            ptx::barrier_init(&shared.used[i], consumers);
+        }
+        for (u32 i = 0; i < orders; ++i) {
+            ptx::barrier_init(&shared.given[i], 1);
+            ptx::barrier_init(&shared.done[i], consumers);
+        }
+        for (u32 i = 0; i < consumers; ++i) shared.turn[i] = {};
+        shared.failed = !live;
+        shared.schedule = schedule;
+        shared.sink = sink;
+    }
+
+    template <class Source, class Gate>
+    static MK_DEVICE void produce(Shared& shared, Launch& launch, i64 depth, const Source& source, const Matrix& b,
+                                  const Gate& gate) {
+        const Agent warp = Agent::warp(), alone = launch.agent().alone();
+        const bool first = threadIdx.x == 0;
+        bool arrived = launch.live();
+        Turn<stages> turn;
+        Turn<orders> at;
+        for (Tile tile : shared.schedule) {
+            const Order& order = shared.order[at.slot];
+            if (first) {
+                const Rows from = source(tile);
+                const Matrix& a = from.matrix;
+                const Range rows{from.first, from.first + tile.rows.size()};
+                give(shared, at, {true, tile, Operand<T>::of(a.data, a.row_stride, a.column_stride, rows),
+                                  Operand<T>::of(b.data, b.column_stride, b.row_stride, tile.columns)});
             }
+#pragma unroll 1
+            for (Range k : Blocks(depth, Shape::k)) {
+                arrived = ptx::any_of_warps<1, loaders>(first && arrived && gate(alone, order.tile, k));
+                ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
+                if (arrived) {
+                    fetch<T, Shape::rows, Shape::k>(shared.a[turn.slot], order.a, k);
+                    fetch<T, Shape::columns, Shape::k>(shared.b[turn.slot], order.b, k);
+                } else if (first) {
+                    fail(shared);  // all goes on, with nothing in it
+                }
+                ptx::arrive_when_copied(&shared.loaded[turn.slot]);
+                warp.sync();
+                if (warp.lane() == 0) ptx::arrive(&shared.loaded[turn.slot]);
+                turn.advance();
+            }
+            at.advance();
+        }
+        if (first) give(shared, at, {});
+    }
+
+    static MK_DEVICE void consume(Shared& shared, const Launch& launch) {
+        u32 count = 0;  // of panels
+        for (;;) {
+            const Turn<orders>& turn = shared.turn[own_consumer()];
+            const Order& order = shared.order[turn.slot];
+            ptx::wait(&shared.given[turn.slot], turn.parity);
+            if (!order.any) return;
+            Span computed(launch, own_thread() % warp_size == 0, Traced::compute, part_of(order.tile, own_consumer()));
+            Sums sums = {};
+            if (order.a.along_k)
+                order.b.along_k ? multiply<true, true>(sums, shared, count)
+                                : multiply<true, false>(sums, shared, count);
+            else
+                order.b.along_k ? multiply<false, true>(sums, shared, count)
+                                : multiply<false, false>(sums, shared, count);
+            computed.end();
+            deliver(sums, shared, launch.as(Agent::warp()));
         }
     }
 
-    // visit(row, column, sum) for each sum of this thread, counted within the tile.
-    template <class Visit>
-    MK_DEVICE void each(Visit visit) const {
-        const u32 thread = threadIdx.x;
-        const Lane<T> lane{thread % 32};
-        MK_UNROLL
-        for (u32 i = 0; i < blocks_down; ++i)
-            MK_UNROLL
-            for (u32 j = 0; j < blocks_across; ++j)
-                MK_UNROLL
-                for (u32 sum = 0; sum < 8; ++sum)
-                    visit(first_row(thread) + i * 16 + lane.row_of(sum),
-                          first_column(thread) + j * 16 + lane.column_of(sum), sums_[i][j][sum]);
+    static MK_DEVICE void fail(Shared& shared) { *const_cast<volatile bool*>(&shared.failed) = true; }
+
+    // So that the memory may be used for something else.
+    static MK_DEVICE void retire(Shared& shared) {
+        for (u32 i = 0; i < stages; ++i)
+            ptx::barrier_invalidate(&shared.loaded[i]), ptx::barrier_invalidate(&shared.used[i]);
+        for (u32 i = 0; i < orders; ++i)
+            ptx::barrier_invalidate(&shared.given[i]), ptx::barrier_invalidate(&shared.done[i]);
     }
 
 private:
-    static constexpr u32 rows = Shape::rows / Shape::warps_down, columns = Shape::columns / Shape::warps_across;
-    static constexpr u32 blocks_down = rows / 16, blocks_across = columns / 16;
+    static MK_DEVICE u32 own_thread() { return ptx::opaque(threadIdx.x); }
+    static MK_DEVICE u32 own_consumer() { return own_thread() / warp_size - producers; }
+    static MK_DEVICE u32 first_row(u32 consumer) { return consumer % Shape::warps_down * Shape::warp_rows; }
+    static MK_DEVICE u32 first_column(u32 consumer) { return consumer / Shape::warps_down * Shape::warp_columns; }
 
-    static MK_DEVICE u32 first_row(u32 thread) { return thread / 32 % Shape::warps_down * rows; }
-    static MK_DEVICE u32 first_column(u32 thread) { return thread / 32 / Shape::warps_down * columns; }
-
-    Accumulator<T> sums_[blocks_down][blocks_across][8] = {};
-};
-
-// The tile at hand, in shared memory: registers are for sums.
-template <class T>
-struct Task {
-    Tile tile;
-    Operand<T> a, b;
-};
-
-// The interface is that of host.cuh. gate() is called by lane 0 alone, once for each panel and in order, `stages`
-// panels ahead of the arithmetic; the barrier that each panel needs anyway carries the verdict to the others.
-template <class T, class Schedule, class Source, class Gate, class Sink, class Meanwhile>
-MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 depth, Source source,
-                    const Matrix& b, Gate gate, Sink sink, Meanwhile meanwhile) {
-    using Shape = Tiling<T>;
-    using Out = typename Sink::Type;
-    constexpr i32 stages = Shape::stages;
-    __shared__ Task<T> task;
-    const Agent& agent = launch.agent();
-    u8* ring = agent.scratch().data;
-    const i32 panels = i32(ceil_div(depth, Shape::k));
-    if (!meanwhile(launch, agent.scratch())) launch.drop();
-    bool live = agent.broadcast(launch.live());
-
-    for (Tile tile : schedule) {
-        if (agent.lane() == 0) {
-            const Rows from = source(tile);
-            const Matrix& a = from.matrix;
-            const Range rows{from.first, from.first + tile.rows.size()};
-            task = {tile, Operand<T>::of(a.data, a.row_stride, a.column_stride, rows),
-                    Operand<T>::of(b.data, b.column_stride, b.row_stride, tile.columns)};
-        }
-        Product<T> product;
-        Span computed(launch, agent.lane() == 0, Traced::compute, tile);
-        for (i32 panel = live ? -stages : panels; panel < panels; ++panel) {
-            if (panel > -stages) {
-                ptx::copy_async_wait<stages - 2>();
-                live = agent.broadcast(live);  // also: this panel is here, the one before has been used
-                if (!live) break;
-                const i32 next = panel + stages - 1;
-                if (next < panels) {
-                    u8* slot = ring + next % stages * Shape::panel_bytes;
-                    const Range k = block(next, Shape::k, depth);
-                    fetch<T, Shape::rows, Shape::k>(agent, slot, task.a, k);
-                    fetch<T, Shape::columns, Shape::k>(agent, slot + Shape::a_bytes, task.b, k);
-                }
-                ptx::copy_async_commit();
-            }
-            if (agent.lane() == 0 && panel + stages < panels)
-                live = gate(agent.alone(), task.tile, block(panel + stages, Shape::k, depth));
-            __syncwarp();
-            if (panel >= 0) {
-                const u8* slot = ring + panel % stages * Shape::panel_bytes;
-                if (task.a.along_k)
-                    task.b.along_k ? product.template add<true, true>(slot) : product.template add<true, false>(slot);
-                else
-                    task.b.along_k ? product.template add<false, true>(slot) : product.template add<false, false>(slot);
-            }
-        }
-        ptx::copy_async_wait<0>();
-        agent.sync();
-
-        Out* staged = reinterpret_cast<Out*>(ring);
-        product.each([&](u32 row, u32 column, Accumulator<T> sum) {
-            staged[row * Shape::staged_pitch + column] = live ? sink.transform(sum) : not_a_number<Out>();
-        });
-        agent.sync();
-        computed.end();
-        const Span stored(launch, agent.lane() == 0, Traced::store, task.tile);
-        if (!live) launch.drop();
-        live = sink.begin(launch, task.tile);
-        sink.end(launch, task.tile, sink.deliver(launch, task.tile, Staged<Out>{staged, Shape::staged_pitch}));
+    static MK_DEVICE void give(Shared& shared, const Turn<orders>& at, const Order& order) {
+        ptx::wait(&shared.done[at.slot], at.parity ^ 1);
+        shared.order[at.slot] = order;
+        ptx::arrive(&shared.given[at.slot]);
     }
+
+    // A consumer has read what is in a slot.
+    static MK_DEVICE void release(u64* barrier) {
+        __syncwarp();
+        if (threadIdx.x % warp_size == 0) ptx::arrive(barrier);
+    }
+
+    // Adds up the panels of a tile; `count`: panels that this consumer has been through. Factors for the next terms are
+    // loaded while the present ones are multiplied.
+    template <bool a_along_k, bool b_along_k>
+    static MK_DEVICE void multiply(Sums& sums, Shared& shared, u32& count) {
+        using A = Panel<T, Shape::rows, Shape::k, a_along_k>;
+        using B = Panel<T, Shape::columns, Shape::k, b_along_k>;
+        using Lane = Lane<T>;
+        constexpr bool roomy = ptx::registers_move;  // else there are none for a second factor of A, nor for many steps
+        constexpr u32 last = Shape::k - Lane::depth, unroll = roomy ? Lane::unroll : 1;
+        if (shared.panels == 0) return;
+
+        const u32 consumer = own_consumer();
+        const Lane lane{own_thread() % warp_size};
+        // Where this thread's factors are in the panel in hand.
+        u32 a_at = ptx::shared_address(shared.a[count % stages]) +
+                   A::place_of(first_row(consumer) + lane.template own_outer<true, A>(),
+                               lane.template own_k<true, A>());
+        u32 b_at = ptx::shared_address(shared.b[count % stages]) +
+                   B::place_of(first_column(consumer) + lane.template own_outer<false, B>(),
+                               lane.template own_k<false, B>());
+        auto load_a = [](u32 at, u32 i, u32 k) { return Lane::template load<true, A>(at, i * 16, k); };
+        auto load_b = [](u32 at, u32 j, u32 k) { return Lane::template load<false, B>(at, j * 16, k); };
+
+        ptx::wait(&shared.loaded[count % stages], count / stages % 2);
+        Factor a = load_a(a_at, 0, 0), b[Shape::across];
+        MK_UNROLL
+        for (u32 j = 0; j < Shape::across; ++j) b[j] = load_b(b_at, j, 0);
+        auto step = [&](u32 k, u32 next_a_at, u32 next_b_at, u32 next_k) {
+            MK_UNROLL
+            for (u32 i = 0; i < Shape::down; ++i) {
+                if (!roomy) __syncwarp(), a = load_a(a_at, i, k);  // the compiler does not load it any earlier
+                Factor next_a = a;
+                if (roomy) next_a = i + 1 < Shape::down ? load_a(a_at, i + 1, k) : load_a(next_a_at, 0, next_k);
+                MK_UNROLL
+                for (u32 j = 0; j < Shape::across; ++j) {
+                    Lane::multiply_add(sums[i][j], a, b[j]);
+                    if (i + 1 == Shape::down) b[j] = load_b(next_b_at, j, next_k);
+                }
+                a = next_a;
+            }
+        };
+#pragma unroll 1
+        for (const u32 end = count + shared.panels; count != end;) {
+            // Opaque: what is derived from each k is not to stay in registers.
+#pragma unroll(unroll)
+            for (u32 k = 0; k < last; k = (roomy ? k : ptx::opaque(k)) + Lane::depth)
+                step(k, a_at, b_at, k + Lane::depth);
+            const u32 slot = count++ % stages;
+            if (count != end) ptx::wait(&shared.loaded[count % stages], count / stages % 2);
+            const u32 on = count != end ? count % stages - slot : 0;  // behind the end, anything may be loaded
+            const u32 next_a_at = a_at + on * Shape::a_bytes, next_b_at = b_at + on * Shape::b_bytes;
+            step(last, next_a_at, next_b_at, 0);
+            a_at = next_a_at, b_at = next_b_at;
+            release(&shared.used[slot]);
+        }
+    }
+
+    // Puts this consumer's part of a tile into strips, and has the sink take them.
+    static MK_DEVICE void deliver(const Sums& sums, Shared& shared, Launch self) {
+        constexpr u32 pitch = Shape::strip_pitch / sizeof(Out), line = Shape::strip_line / sizeof(Out);
+        constexpr u32 columns = line < Shape::warp_columns ? line : Shape::warp_columns;
+        constexpr u32 strips_across = Shape::warp_columns / columns, strips = Shape::down * strips_across;
+        struct alignas(2 * sizeof(Out)) Pair { Out first, second; };
+        const u32 consumer = own_consumer();
+        const Agent& warp = self.agent();
+        const Lane<T> lane{warp.lane()};
+        const Sink& sink = shared.sink;
+        const bool failed = warp.broadcast(*const_cast<volatile bool*>(&shared.failed));
+        Turn<orders>& turn = shared.turn[consumer];
+        Tile &part = shared.part[consumer], &piece = shared.piece[consumer];
+        Out* strip = reinterpret_cast<Out*>(shared.strips[consumer]);
+        auto stage = [&](u32 index) {
+            MK_UNROLL
+            for (u32 column = 0; column < columns; column += 16) {
+                const auto& block = sums[index / strips_across][(index % strips_across * columns + column) / 16];
+                MK_UNROLL
+                for (u32 i = 0; i < 8; i += 2)
+                    *reinterpret_cast<Pair*>(strip + lane.row_of(i) * pitch + column + lane.column_of(i)) = {
+                        sink.transform(block[i]), sink.transform(block[i + 1])};
+            }
+        };
+        if (warp.lane() == 0) part = part_of(shared.order[turn.slot].tile, consumer);
+        warp.sync();
+        const bool empty = part.rows.size() <= 0 || part.columns.size() <= 0;
+        const Span stored(self, warp.lane() == 0 && !empty, Traced::store, part);
+        if (failed) self.drop();
+        if (!empty && !sink.begin(self, part)) fail(shared);
+#pragma unroll 1
+        for (u32 index = 0; index < strips; ++index) {
+            if (failed)
+                for (u32 i = warp.lane(); i < 16 * pitch; i += warp.lanes()) strip[i] = not_a_number<Out>();
+            else
+                MK_UNROLL
+                for (u32 i = 0; i < strips; ++i)
+                    if (i == index) stage(i);  // registers have no index
+            if (warp.lane() == 0)
+                piece = {part.source, piece_of(part.rows, index / strips_across * 16, 16),
+                         piece_of(part.columns, index % strips_across * columns, columns)};
+            warp.sync();
+            if (piece.rows.size() > 0 && piece.columns.size() > 0) sink.deliver(self, piece, Staged<Out>{strip, pitch});
+            warp.sync();  // the strip is stored
+        }
+        if (!empty) sink.end(self, part, Writes().complete(warp));
+        if (warp.lane() == 0) {
+            ptx::arrive(&shared.done[turn.slot]);
+            turn.advance();
+        }
+        warp.sync();
+    }
+
+    // What of a tile is a consumer's; it may be empty.
+    static MK_DEVICE Tile part_of(const Tile& tile, u32 consumer) {
+        return {tile.source, piece_of(tile.rows, first_row(consumer), Shape::warp_rows),
+                piece_of(tile.columns, first_column(consumer), Shape::warp_columns)};
+    }
+
+    // `length` of a range, from an offset on; of no or negative size behind its end.
+    static MK_DEVICE Range piece_of(Range range, u32 offset, u32 length) {
+        const i64 begin = range.begin + offset, end = begin + length;
+        return {begin, end < range.end ? end : range.end};
+    }
+};
+
+// The interface is that of host.cuh, but nobody has time for anything meanwhile: a plan has movers. The gate is asked for
+// each panel, in order and ahead of the arithmetic, by thread 0. May be called again and again.
+template <class T, class Schedule, class Source, class Gate, class Sink, class Meanwhile>
+MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 depth, Source source, const Matrix& b,
+                    Gate gate, Sink sink, Meanwhile) {
+    using Engine = Portable<T, Schedule, Sink>;
+    auto& shared = *reinterpret_cast<typename Engine::Shared*>(launch.agent().scratch().data);
+    const u32 warp = __shfl_sync(~0u, threadIdx.x / warp_size, 0);
+
+    // What consumers have no use for, but what follows has, is not to take registers from them.
+    ptx::keep_in_memory(launch);
+    ptx::keep_in_memory(source);
+    ptx::keep_in_memory(gate);
+    if (threadIdx.x == 0) Engine::init(shared, schedule, sink, depth, launch.live());
+    __syncthreads();
+    if (warp < producers) {
+        ptx::shrink_registers<producer_registers>();
+        Engine::produce(shared, launch, depth, source, b, gate);
+        ptx::grow_registers<launch_registers>();  // what follows is written for all threads
+    } else {
+        ptx::grow_registers<consumer_registers>();
+        Engine::consume(shared, launch);
+        ptx::shrink_registers<launch_registers>();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) Engine::retire(shared);
+    if (shared.failed) launch.drop();
+    __syncthreads();
 }
 
 }  // namespace engine
