@@ -347,6 +347,6 @@ def plan_ring_attention(rank: int, attention: Attention, options: Options) -> Ri
 
 
 def _host_shared_bytes(queries: int, keys: int, columns: int, dtype: np.dtype) -> int:
-    """Return what attention() of engine/attention_host.cuh carves up."""
+    """Return what QueryRows of engine/attention_host.cuh carves up."""
     accumulators = 2 * queries * columns + queries * keys + keys * columns + 2 * queries
     return accumulators * max(4, dtype.itemsize) + queries * columns * dtype.itemsize

@@ -467,7 +467,7 @@ def ring_attention(
 
         lse_i = log(sum_j exp(s_ij))        out_i = sum_j exp(s_ij - lse_i) v_j
 
-    What is not seen has no influence, if it is NaN; what is seen acts as in NumPy. A row that sees
+    What is not seen has no influence, not even NaN; what is seen acts as in NumPy. A row that sees
     nothing gives 0 and -inf.
 
     Parameters

@@ -142,8 +142,9 @@ public:
     template <bool aligned>
     MK_DEVICE void pull(Courier<aligned>& courier, Unit unit, const Run& run, const KeysAndValues& theirs) {
         const i64 line = columns_ * i64(sizeof(T)), chunks = ceil_div(run.count, plan_.chunk_positions);
+        const i64 movers = i64(launch_.members()), before = run.first_chunk % movers;  // all get work of short runs too
         const bool leads = launch_.agent().lane() == 0;
-        for (i64 chunk = i64(launch_.member()); chunk < chunks; chunk += i64(launch_.members()))
+        for (i64 chunk = (i64(launch_.member()) + movers - before) % movers; chunk < chunks; chunk += movers)
             for (Part part : {Part::keys, Part::values}) {
                 const Range positions = block(chunk, plan_.chunk_positions, run.count);
                 const Lines from = lines_of(part == Part::keys ? theirs.keys : theirs.values, run.source, unit,

@@ -34,8 +34,8 @@ class Courier;
 template <class>
 class Window;
 
-// Proof that bytes are where they were to go, or that all have read what may now be overwritten: only those who copy, or
-// keep a window, make one, and raise() takes nothing less.
+// Proof that bytes are where they were to go, or that all have read what may now be overwritten: only those who copy,
+// or keep a window, make one, and raise() takes nothing less.
 class Completed {
     MK_DEVICE Completed() {}
     friend class Pending;
