@@ -23,6 +23,7 @@ from .local_world import LocalWorld
 from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
 from .operators.gemm_allreduce import GemmAllReduce, gemm_allreduce
 from .operators.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
+from .operators.ring_attention import RingAttention, ring_attention, zigzag_join, zigzag_split
 from .plan import Options
 from .trace import trace
 
@@ -47,11 +48,15 @@ __all__ = [
     "OutOfMemoryError",
     "PeerError",
     "PeerLostError",
+    "RingAttention",
     "TimeoutError",
     "__version__",
     "allgather_gemm",
     "gemm_allreduce",
     "gemm_reduce_scatter",
     "include_dir",
+    "ring_attention",
     "trace",
+    "zigzag_join",
+    "zigzag_split",
 ]

@@ -41,6 +41,7 @@ class Awaited(enum.IntEnum):
     AGREEMENT = 5
     PARTIAL = 6
     SUM = 7
+    ROOM = 8
 
 
 _AWAITED = {
@@ -50,6 +51,7 @@ _AWAITED = {
     Awaited.AGREEMENT: "{peer} to agree",
     Awaited.PARTIAL: "the partial sums of {peer} for tile {index}",
     Awaited.SUM: "tile {index}, which {peer} adds",
+    Awaited.ROOM: "room in the window, which compute agent {index} uses",
 }
 
 
@@ -71,12 +73,15 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
     """
     reason, peer = Reason(record.reason), record.peer
     if reason is Reason.MISMATCH:
-        rows = "row_counts=" in texts[origin] and "row_counts=" in texts[peer]
-        hint = "; where ranks have different numbers of rows, each passes all in row_counts="
+        hint = "".join(
+            f"; where ranks have different numbers of {what}, each passes all in {name}="
+            for name, what in (("row_counts", "rows"), ("seq_counts", "positions"))
+            if f"{name}=" in texts[origin] and f"{name}=" in texts[peer]
+        )
         return errors.ArgumentMismatchError(
             f"ranks disagree: rank {origin} calls {texts[origin]}; rank {peer} calls {texts[peer]}."
             " All ranks must make the same calls in the same order, with the same agreed arguments"
-            f"{hint if rows else ''}"
+            f"{hint}"
         )
     if reason is Reason.REFUSED:
         return errors.PeerError(f"rank {peer} raised instead of calling: {texts[peer]}")

@@ -27,6 +27,9 @@ A sum over ranks has the accumulation term of each rank's partial sum, and besid
 where the order of the additions is part of the definition: the owner of a row starts with its own
 partial sum and adds those of the ranks behind it around the ring.
 
+`ring_attention` has bounds of its own, given there; the value is accumulated in float64, for
+float64 operands in NumPy's long double.
+
 .. [1] N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., SIAM, 2002, sec. 3.1.
 .. [2] N. J. Higham and T. Mary, A new approach to probabilistic rounding error analysis, SIAM
    J. Sci. Comput. 41(5), A2815-A2835, 2019.
@@ -48,6 +51,7 @@ __all__ = [
     "array_split_counts",
     "gemm_allreduce",
     "gemm_reduce_scatter",
+    "ring_attention",
     "unit_roundoff",
 ]
 
@@ -440,6 +444,164 @@ def _check_terms(a_blocks: list[np.ndarray], b_blocks: list[np.ndarray]) -> np.d
     if any(block.dtype != blocks[0].dtype for block in blocks):
         raise TypeError(f"types {[str(block.dtype) for block in blocks]}: all must be the same")
     return blocks[0].dtype
+
+
+# Fixed by the emulation in tests/test_reference.py, which gets to two thirds of what it allows.
+_ATTENTION_GROWTH = 2.0
+
+
+def ring_attention(
+    q: np.ndarray,
+    k_blocks: Sequence[np.ndarray],
+    v_blocks: Sequence[np.ndarray],
+    rank: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "contiguous",
+) -> tuple[Expected, Expected]:
+    """Attention of one rank's queries over the keys and values of all ranks.
+
+    With ``s_ij = scale * q_i . k_j`` over the positions j that i sees (all, or with `causal` those
+    up to its own, in the whole sequence)::
+
+        lse_i = log(sum_j exp(s_ij))        out_i = sum_j exp(s_ij - lse_i) v_j
+
+    What is not seen has no influence, not even NaN; what is seen acts as in NumPy. A row that sees
+    nothing gives 0 and -inf.
+
+    Parameters
+    ----------
+    q : ndarray (B, S_r, Hq, D)
+        Queries of rank `rank`.
+    k_blocks, v_blocks : sequence of ndarray, each (B, S_r, Hkv, D)
+        Every rank's keys and values, in rank order, of the type of `q`. Hq is a multiple of Hkv.
+    rank : int
+    causal : bool, optional
+    scale : float, optional
+        Default: ``1 / sqrt(D)``.
+    layout : {'contiguous', 'zigzag'}, optional
+        Which positions of the sequence the ranks hold: the next ones in rank order, or those of
+        parts r and 2R - 1 - r of ``numpy.array_split(positions, 2 * R)``.
+
+    Returns
+    -------
+    out : Expected
+        (B, S_r, Hq, D), of the type of the operands. The bound of an element in column d is::
+
+            u_out |ref|  +  (u_P + 2 e_i) max_j |v_jd|  +  underflow
+            e_i  =  u_acc (sqrt(D) |scale| ||q_i||_2 max_j ||k_j||_2  +  sqrt(n_i))
+
+        where j are the n_i positions that i sees. Operands of 16 bits may have their weights
+        rounded to their type, of unit roundoff u_P, before they multiply v; for others u_P is 0
+        here. The result is a weighted mean, so this adds at most u_P max|v|. e_i is what the
+        accumulator adds to the logarithm of a weight and to the sums; its factor 2 is fixed by an
+        emulation (roundings like random variables, as above).
+    lse : Expected
+        (B, Hq, S_r), of the accumulator's type, with the bound ``u_acc |ref| + 2 e_i``.
+
+    Raises
+    ------
+    TypeError
+        If the operands differ in type, or a type is not supported.
+    ValueError
+        If the shapes do not fit, or the layout is unknown.
+
+    Examples
+    --------
+    >>> q = k = np.zeros((1, 2, 1, 1), np.float32)
+    >>> v = np.array([1, 3], np.float32).reshape(1, 2, 1, 1)
+    >>> out, lse = ring_attention(q, [k], [v], 0, causal=True)
+    >>> out.value.ravel().tolist(), np.exp(lse.value).ravel().round(12).tolist()
+    ([1.0, 2.0], [1.0, 2.0])
+    """
+    q, k_blocks, v_blocks = np.asarray(q), list(map(np.asarray, k_blocks)), list(v_blocks)
+    dtype = _check_attention(q, k_blocks, v_blocks, rank)
+    lengths = [block.shape[1] for block in k_blocks]
+    held = _positions(lengths, layout)
+    # With all in the order of the sequence, what a query sees is its beginning.
+    order = np.argsort(np.concatenate(held))
+    work = np.longdouble if dtype == _FLOAT64 else np.float64
+    wide = [np.concatenate(blocks, axis=1)[:, order] for blocks in (k_blocks, v_blocks)]
+    k, v = (x.astype(np.float64).astype(work).transpose(0, 2, 1, 3) for x in wide)
+    batch, positions, heads, columns = q.shape
+    kv_heads, total = k.shape[1:3]
+    rows = q.astype(np.float64).astype(work).transpose(0, 2, 1, 3)
+    rows = rows.reshape(batch, kv_heads, heads // kv_heads, positions, columns)
+    seen = held[rank] + 1 if causal else np.full(positions, total)
+    visible = np.arange(total) < seen[:, None]
+    scale = 1 / np.sqrt(columns) if scale is None else scale
+
+    def of_seen(x: np.ndarray) -> np.ndarray:
+        """Return the largest of all x that each query sees, 0 where it sees none."""
+        first = np.zeros_like(x[:, :, :1])
+        return np.maximum.accumulate(np.concatenate((first, x), axis=2), axis=2)[:, :, seen]
+
+    with np.errstate(all="ignore"):
+        scores = np.where(visible, rows @ k[:, :, None].swapaxes(-1, -2) * work(scale), -np.inf)
+        highest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+        weights = np.exp(scores - np.where(highest == -np.inf, 0, highest))
+        sums = weights.sum(axis=-1, keepdims=True)
+        mean = weights @ np.where(np.isfinite(v), v, 0)[:, :, None]
+        for j in np.flatnonzero(~np.isfinite(v).all(axis=(0, 1, 3))):  # what is unseen adds nothing
+            special = np.where(np.isfinite(v[:, :, j]), 0, v[:, :, j])[:, :, None, None]
+            mean += np.where(visible[:, j, None], weights[..., j, None] * special, 0)
+        blind = np.broadcast_to(seen[:, None] == 0, sums.shape)
+        value = np.where(blind, 0, mean / sums).astype(np.float64)
+        lse = (highest + np.log(sums))[..., 0].astype(np.float64)
+
+        norms = of_seen(np.where(np.isfinite(k).all(axis=-1), _norms(k, axis=-1), 0))[:, :, None]
+        accumulator = unit_roundoff(accumulator_dtype(dtype))
+        growth = np.sqrt(columns) * abs(scale) * _norms(rows, axis=-1) * norms + np.sqrt(seen)
+        growth = (_ATTENTION_GROWTH * accumulator * growth).astype(np.float64)
+        rounded = unit_roundoff(dtype) if dtype.itemsize == 2 else 0.0
+        bound = (
+            unit_roundoff(dtype) * np.abs(value)
+            + (rounded + growth)[..., None] * of_seen(np.abs(v)).astype(np.float64)[:, :, None]
+            + float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2
+        )
+        lse_bound = accumulator * np.abs(lse) + growth
+    bound = np.where(np.isfinite(value), bound, 0.0)
+    lse_bound = np.where(np.isfinite(lse), lse_bound, 0.0)
+    shape = (batch, heads, positions, columns)
+    return (
+        Expected(*(x.reshape(shape).swapaxes(1, 2) for x in (value, bound)), dtype),
+        Expected(*(x.reshape(shape[:3]) for x in (lse, lse_bound)), accumulator_dtype(dtype)),
+    )
+
+
+def _check_attention(q: np.ndarray, k_blocks: list, v_blocks: list, rank: int) -> np.dtype:
+    blocks = [*k_blocks, *v_blocks]
+    if any(x.ndim != 4 for x in (q, *blocks)):
+        raise ValueError("q and every block of k and v must have 4 dimensions")
+    if not 0 <= rank < len(k_blocks) or [x.shape for x in k_blocks] != [x.shape for x in v_blocks]:
+        raise ValueError("k_blocks and v_blocks need a block of the same shape for every rank")
+    batch, positions, heads, columns = q.shape
+    if k_blocks[rank].shape[1] != positions or any(
+        (x.shape[0], x.shape[3]) != (batch, columns) or x.shape[2] != k_blocks[0].shape[2]
+        for x in blocks
+    ):
+        raise ValueError("blocks of k and v differ from each other, or from q, in more than heads")
+    if not k_blocks[0].shape[2] or heads % k_blocks[0].shape[2] or not columns:
+        raise ValueError(f"q has {heads} heads, k and v {k_blocks[0].shape[2]}: not a multiple")
+    if any(x.dtype != q.dtype for x in blocks):
+        raise TypeError(f"q has type {q.dtype}, blocks of k and v have others")
+    return _supported(q.dtype)
+
+
+def _positions(lengths: Sequence[int], layout: str) -> list[np.ndarray]:
+    """Return which positions of the sequence each rank holds."""
+    ranks, sequence = len(lengths), np.arange(sum(lengths))
+    if layout == "contiguous":
+        held = np.split(sequence, np.cumsum(lengths)[:-1])
+    elif layout == "zigzag":
+        parts = np.array_split(sequence, 2 * ranks)
+        held = [np.concatenate((parts[rank], parts[-1 - rank])) for rank in range(ranks)]
+    else:
+        raise ValueError(f"layout {layout!r} is unknown; use contiguous or zigzag")
+    if [len(x) for x in held] != list(lengths):
+        raise ValueError(f"ranks hold {list(lengths)} positions: not so in a layout of {layout}")
+    return held
 
 
 def _supported(dtype: DTypeLike) -> np.dtype:

@@ -16,7 +16,7 @@ _SECTION = re.compile(
 )
 _STRUCT = re.compile(r"struct (?:alignas\(\d+\) )?(\w+) \{(.*?)\};", re.DOTALL)
 _MEMBER = re.compile(r"(\w+)(\**) (\w+)(?:\[(\d+)\])?;")
-_SCALARS = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64}
+_SCALARS = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "double": ctypes.c_double}
 
 
 _parsed: dict[Path, types.SimpleNamespace] = {}

@@ -19,6 +19,7 @@ TESTS = Path(__file__).parent
 QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
 SUMS = ("test_interleavings.py", "test_failure.py", "test_reductions.py")
 SANITIZED = ("test_thread_sanitizer.py",)
+ATTENTION = ("test_ring_attention.py",)
 
 
 class Mutant(NamedTuple):
@@ -222,6 +223,63 @@ MUTANTS = {
         "if ((void)sum, !launch.live())",
         SUMS,
     ),
+    "attention: gate wait": Mutant(
+        H + "attention.cuh",
+        "if (!launch_.wait(who, &plan_.arrived[index]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.arrived[index]",
+        ATTENTION,
+    ),
+    "attention: values come with their keys": Mutant(
+        H + "attention.cuh",
+        "run, chunk, part);\n            if",
+        "run, chunk, Part::keys);\n            if",
+        ATTENTION,
+    ),
+    "attention: slot freed too early": Mutant(
+        H + "attention.cuh",
+        "u64(unit.index) - plan_.slots + 1,",
+        "u64(unit.index) - plan_.slots,",
+        ATTENTION,
+    ),
+    "attention: slot freed by one for all": Mutant(
+        H + "attention.cuh", "agent < agents_; ++agent", "agent < 1; ++agent", ATTENTION
+    ),
+    "attention: unit left too early": Mutant(
+        H + "attention.cuh", "u64(unit.index) + 1, Comp", "u64(unit.index) + 2, Comp", ATTENTION
+    ),
+    "attention: what the peers are told of": Mutant(
+        "ring_attention.cu", "*p.shown = p.own;", "p.shown->keys = p.own.keys;", ATTENTION
+    ),
+    "attention: mask off by one": Mutant(
+        H + "attention.cuh", "query - keys.position + 1;", "query - keys.position;", ATTENTION
+    ),
+    "attention: mask from local positions": Mutant(
+        H + "attention.cuh", "run->position + rows.begin", "run->first + rows.begin", ATTENTION
+    ),
+    "attention: rescale of the sum": Mutant(
+        H + "engine/attention_host.cuh", "    total *= kept;\n", "", ATTENTION
+    ),
+    "attention: rescale of the values": Mutant(
+        H + "engine/attention_host.cuh", "sums[d] *= kept;", "(void)kept;", ATTENTION
+    ),
+    "attention: masked values": Mutant(
+        H + "engine/attention_host.cuh",
+        "panel_, 1, columns_, seen(i), keys_",
+        "panel_, 1, columns_, some.size(), keys_",
+        ATTENTION,
+    ),
+    "attention: NaN after a failure": Mutant(
+        H + "engine/attention_host.cuh",
+        "arrived ? sink.transform(sums_[i * columns_ + d], total_[i]) : not_a_number<T>()",
+        "sink.transform(sums_[i * columns_ + d], total_[i])",
+        ATTENTION,
+    ),
+    "attention: heads of a group": Mutant(
+        H + "attention.cuh",
+        "unit_.head * plan_.group + index % plan_.group",
+        "unit_.head + index % plan_.group",
+        ATTENTION,
+    ),
 }
 
 
@@ -248,7 +306,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "cache")
-        for tests in (QUICK, SUMS, SANITIZED):
+        for tests in (QUICK, SUMS, SANITIZED, ATTENTION):
             result = run(original, tests, cache)
             if result.returncode:
                 print(result.stdout[-4000:], result.stderr[-2000:])

@@ -92,3 +92,13 @@ def test_least_squares(ranks, rows):
     assert done.returncode == 0, done.stderr
     assert f"{rows} equations, 20 unknowns, {ranks} rank(s)" in done.stdout
     assert "1 answer" in done.stdout
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "positions"), [(1, 3), (3, 101), (4, 600)])
+def test_long_sequence(ranks, positions):
+    program = ROOT / "launch" / "examples" / "long_sequence.py"
+    done = mpirun(ranks, program, "--positions", str(positions))
+    assert done.returncode == 0, done.stderr
+    assert f"{positions} positions on {ranks} rank(s)" in done.stdout
+    assert float(done.stdout.split()[-1]) < 1e-5

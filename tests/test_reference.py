@@ -12,6 +12,7 @@ from mkernel_cp.reference import (
     array_split_counts,
     gemm_allreduce,
     gemm_reduce_scatter,
+    ring_attention,
     unit_roundoff,
 )
 
@@ -464,3 +465,154 @@ def test_operands_of_sums_are_checked():
         gemm_allreduce([a, a.astype("f8")], [b, b.astype("f8")])
     with pytest.raises(TypeError, match="cannot give float16"):
         gemm_reduce_scatter([a], [b], transfer_dtype="float16")
+
+
+def draw_attention(kind, n, columns, dtype, heads=(1, 1), batch=1):
+    """Queries, keys and values of a sequence."""
+    random = np.random.default_rng([n, columns, len(kind)])
+    q, k, v = (
+        random.standard_normal((batch, n, count, columns)) for count in (heads[0], *heads[1:] * 2)
+    )
+    if kind == "positive":
+        q, k, v = abs(q), abs(k), abs(v)
+    elif kind == "sharp":
+        q *= 6
+    elif kind == "flat":
+        q *= 0.1
+    elif kind == "aligned":
+        k[:, ::3] = q[:, :1, :1]
+    return tuple(x.astype(dtype) for x in (q, k, v))
+
+
+def online_softmax(q, k, v, tile, round_weights):
+    """Attention of one head, every operation rounded to the accumulator's type, in its order."""
+    dtype, accumulator = q.dtype, accumulator_dtype(q.dtype)
+    q, k, v = (x[0, :, 0].astype(accumulator) for x in (q, k, v))
+    n, columns = q.shape
+    highest, total = np.full(n, -np.inf, accumulator), np.zeros(n, accumulator)
+    sums, scale = np.zeros((n, columns), accumulator), accumulator.type(1 / np.sqrt(columns))
+    for begin in range(0, n, tile):
+        keys = slice(begin, min(begin + tile, n))
+        scores = np.zeros((n, keys.stop - begin), accumulator)
+        for column in range(columns):
+            scores += q[:, column, None] * k[keys, column]
+        scores *= scale
+        before, highest = highest, np.maximum(highest, scores.max(axis=1))
+        kept, weights = np.exp(before - highest), np.exp(scores - highest[:, None])
+        total *= kept
+        sums *= kept[:, None]
+        rounded = weights.astype(dtype).astype(accumulator) if round_weights else weights
+        for j in range(keys.stop - begin):
+            total += weights[:, j]
+            sums += rounded[:, j, None] * v[begin + j]
+    out = (sums / total[:, None]).astype(dtype)
+    return out[None, :, None], (highest + np.log(total))[None, None]
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive", "sharp", "flat", "aligned"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_emulated_attention_passes(dtype, kind):
+    """What fixes the constant in the bound of what the accumulator does."""
+    worst = [0.0, 0.0]
+    for columns in (1, 8, 64):
+        for n in (1, 2, 17, 97):
+            q, k, v = draw_attention(kind, n, columns, dtype)
+            expected = ring_attention(q, [k], [v], 0)
+            for tile, round_weights in ((1, False), (16, "16" in dtype)):
+                results = online_softmax(q, k, v, tile, round_weights)
+                errors = (part.check(x) for part, x in zip(expected, results, strict=True))
+                worst = [max(pair) for pair in zip(worst, errors, strict=True)]
+    # Right with a margin, but not by far: half of the constant would refuse some of these.
+    assert max(worst) <= 0.8
+    assert worst[0] > 0.05
+    assert worst[1] > 0.3
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_that_of_the_whole_sequence(causal, layout):
+    q, k, v = draw_attention("normal", 13, 5, "float64", (6, 2), 2)
+    whole = ring_attention(q, [k], [v], 0, causal=causal, scale=0.3)
+    scores = 0.3 * np.einsum("bqhd,bkhd->bhqk", q, k.repeat(3, axis=2))
+    scores[:, :, ~np.tri(13, dtype=bool) & causal] = -np.inf
+    weights = np.exp(scores)
+    sums = weights.sum(axis=-1)
+    out = np.einsum("bhqk,bkhd->bqhd", weights / sums[..., None], v.repeat(3, axis=2))
+    assert whole[0].check(out) < 100  # hardly rounded with care
+    np.testing.assert_allclose(whole[0].value, out, rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(whole[1].value, np.log(sums), rtol=1e-13, atol=1e-13)
+
+    parts = np.array_split(np.arange(13), 6)
+    held = {
+        "contiguous": np.split(np.arange(13), [0, 4, 5]),
+        "zigzag": [np.concatenate((parts[r], parts[5 - r])) for r in range(3)],
+    }[layout]
+    for rank, own in enumerate(held):
+        blocks = ([x[:, positions] for positions in held] for x in (k, v))
+        part = ring_attention(q[:, own], *blocks, rank, causal=causal, scale=0.3, layout=layout)
+        for expected, all_of_it, axis in zip(part, whole, (1, 2), strict=True):
+            for name in ("value", "bound"):
+                np.testing.assert_allclose(
+                    getattr(expected, name), getattr(all_of_it, name).take(own, axis), rtol=1e-15
+                )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_that_is_slightly_wrong_is_refused(dtype):
+    q, k, v = draw_attention("normal", 17, 8, dtype)
+    out, lse = ring_attention(q, [k], [v], 0, causal=True)
+    right = out.value.astype(dtype), lse.value.astype(lse.dtype)
+    assert out.check(right[0]) <= 1
+    assert lse.check(right[1]) <= 1
+    others = {
+        "no mask": ring_attention(q, [k], [v], 0),
+        "mask off by one": ring_attention(q[:, 1:], [k[:, :-1]], [v[:, :-1]], 0, causal=True),
+        "scale": ring_attention(q, [k], [v], 0, causal=True, scale=0.37),
+        "stale value": ring_attention(q, [k], [np.roll(v, 1, axis=1)], 0, causal=True),
+    }
+    for name, wrong in others.items():
+        rows = slice(1, None) if name == "mask off by one" else slice(None)
+        changed = right[0].copy()
+        changed[:, rows] = wrong[0].value.astype(dtype)
+        assert out.check(changed) > 1, name
+        if name != "stale value":
+            changed = right[1].copy()
+            changed[..., rows] = wrong[1].value.astype(lse.dtype)
+            assert lse.check(changed) > 1, name
+
+
+def test_what_attention_does_not_see_has_no_influence_and_what_it_sees_acts_as_in_numpy():
+    q, k, v = draw_attention("normal", 9, 4, "float64")
+    clean = ring_attention(q, [k], [v], 0, causal=True)
+    v[0, 6, 0, 2], v[0, 4, 0, 1], k[0, 7, 0, 0] = np.nan, np.inf, np.nan
+    out, lse = ring_attention(q, [k], [v], 0, causal=True)
+    special = ~np.isfinite(out.value[0, :, 0])
+    expected = np.zeros((9, 4), bool)
+    expected[6:, 2] = expected[4:, 1] = expected[7:] = True
+    np.testing.assert_array_equal(special, expected)
+    assert (out.value[0, 4:7, 0, 1] == np.inf).all()
+    np.testing.assert_array_equal(np.isnan(lse.value[0, 0]), np.arange(9) >= 7)
+    np.testing.assert_array_equal(out.value[0, ~expected[:, 1] & ~expected[:, 2]],
+                                  clean[0].value[0, ~expected[:, 1] & ~expected[:, 2]])  # fmt: skip
+    assert (out.bound[out.value != np.inf] >= 0).all()
+    assert not np.isnan(out.bound).any()
+    empty = ring_attention(q[:, :0], [k[:, :0]], [v[:, :0]], 0)
+    assert empty[0].value.shape == (1, 0, 1, 4)
+
+
+def test_arguments_of_attention_are_checked():
+    q, k, v = draw_attention("normal", 6, 4, "float32", (4, 2))
+    with pytest.raises(ValueError, match="4 dimensions"):
+        ring_attention(q[0], [k], [v], 0)
+    with pytest.raises(ValueError, match="every rank"):
+        ring_attention(q, [k], [v], 1)
+    with pytest.raises(ValueError, match="more than heads"):
+        ring_attention(q, [k[:, 1:]], [v[:, 1:]], 0)
+    with pytest.raises(ValueError, match="3 heads, k and v 2"):
+        ring_attention(q[:, :, :3], [k], [v], 0)
+    with pytest.raises(TypeError, match="others"):
+        ring_attention(q.astype("f8"), [k], [v], 0)
+    with pytest.raises(ValueError, match="layout 'odd'"):
+        ring_attention(q, [k], [v], 0, layout="odd")
+    with pytest.raises(ValueError, match=r"\[2, 4\] positions"):
+        ring_attention(q[:, :2], [k[:, :2], k[:, 2:]], [v[:, :2], v[:, 2:]], 0, layout="zigzag")

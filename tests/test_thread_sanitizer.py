@@ -47,10 +47,11 @@ def environment(tmp_path_factory):
 
 
 @pytest.mark.tsan
-def test_ranks_as_threads_do_not_race(environment, kernels):
+@pytest.mark.parametrize("program", ["threads.py", "attention_threads.py"])
+def test_ranks_as_threads_do_not_race(environment, kernels, program):
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     result = subprocess.run(
-        [sys.executable, str(PROGRAMS / "threads.py"), kernels or "-"],
+        [sys.executable, str(PROGRAMS / program), kernels or "-"],
         env={**os.environ, **environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,

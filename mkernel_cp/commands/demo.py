@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ml_dtypes  # noqa: F401  NumPy then knows bfloat16 by name
@@ -18,6 +18,7 @@ from ..operators.allgather_gemm import AllGatherGemm
 from ..operators.gemm import GemmOperator
 from ..operators.gemm_allreduce import GemmAllReduce
 from ..operators.gemm_reduce_scatter import GemmReduceScatter
+from ..operators.ring_attention import RingAttention
 from .job import CommandError
 
 _WARM_CALLS = 5
@@ -27,7 +28,7 @@ _TARGETS = {
 }
 _HEADINGS = (
     ("operator", "<20"),
-    ("M x K x N", "<22"),
+    ("shape", "<34"),
     ("dtype", "<20"),
     ("world", ">5"),
     ("target", ">6"),
@@ -43,7 +44,7 @@ class Row:
     """One line of the table: a case, and what came of it on all ranks."""
 
     operator: str
-    shape: dict[str, int]
+    shape: dict[str, Any]
     row_counts: tuple[int, ...]
     dtype: str
     out_dtype: str
@@ -56,7 +57,9 @@ class Row:
     ok: bool
 
     def __str__(self) -> str:
-        shape = " x ".join(map(str, self.shape.values()))
+        extents = (x for x in self.shape.values() if type(x) is int)
+        words = (name for name, x in self.shape.items() if x is True)
+        shape = " ".join((" x ".join(map(str, extents)), *words))
         dtype = self.dtype if self.dtype == self.out_dtype else f"{self.dtype}->{self.out_dtype}"
         cells = (
             self.operator,
@@ -150,6 +153,60 @@ def _gemm_allreduce(comm: Communicator, case: _GemmCase) -> _Measured:
     return _measure(comm, GemmAllReduce, expected, *(block[comm.rank] for block in blocks))
 
 
+@dataclass(frozen=True)
+class _AttentionCase:
+    row_counts: tuple[int, ...]  # positions
+    heads: tuple[int, int]
+    columns: int
+    dtype: str
+    causal: bool
+    layout: str = "contiguous"
+    batch: int = 1
+
+    @property
+    def out_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        extents = self.batch, sum(self.row_counts), *self.heads, self.columns
+        kinds = {"causal": self.causal, "zigzag": self.layout == "zigzag"}
+        return dict(zip(("B", "S", "Hq", "Hkv", "D"), extents, strict=True)) | kinds
+
+
+def _attention_cases(size: int) -> Iterator[_AttentionCase]:
+    for dtype in ("bfloat16", "float16", "float32", "float64"):
+        yield _AttentionCase((32,) * size, (8, 2), 64, dtype, dtype != "float16")
+    yield _AttentionCase((37,) * size, (4, 4), 40, "bfloat16", True, "zigzag")
+    uneven = tuple((67, 0, 33, 1)[rank % 4] for rank in range(size))
+    yield _AttentionCase(uneven, (4, 1), 24, "float32", False, batch=2)
+
+
+def _ring_attention(comm: Communicator, case: _AttentionCase) -> _Measured:
+    random = np.random.default_rng(0)  # so every rank knows all of the sequence
+    heads = case.heads[0], case.heads[1], case.heads[1]
+    blocks = [
+        [
+            random.standard_normal((case.batch, n, count, case.columns)).astype(case.dtype)
+            for n in case.row_counts
+        ]
+        for count in heads
+    ]
+    asked = {"causal": case.causal, "layout": case.layout}
+    expected, expected_lse = reference.ring_attention(
+        blocks[0][comm.rank], *blocks[1:], comm.rank, **asked
+    )
+    q, k, v = (comm.asarray(x[comm.rank]) for x in blocks)
+    lse = comm.machine.empty(expected_lse.value.shape, expected_lse.dtype)
+    with RingAttention(
+        q, k, v, comm=comm, seq_counts=case.row_counts, return_lse=True, **asked
+    ) as step:
+        planned = step.plan.bytes_from_peers
+        measured = _time(comm, expected, lambda out: step(q, k, v, out=(out, lse)), planned)
+    error = expected_lse.check(comm.machine.asnumpy(lse))
+    return replace(measured, error=max(error, measured.error))
+
+
 def _measure(
     comm: Communicator,
     kind: type[GemmOperator],
@@ -196,12 +253,14 @@ class _Operator:
     name: str
     cases: Callable[[int], Iterator[Any]]
     run: Callable[[Communicator, Any], _Measured]
+    targets: tuple[str, ...] = ("host", "cuda")
 
 
 _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm),
     _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter),
     _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
+    _Operator("ring_attention", _attention_cases, _ring_attention, ("host",)),
 )
 
 
@@ -218,7 +277,7 @@ def demo(comm: Communicator, arguments: argparse.Namespace) -> int:
         print(_line([heading for heading, _ in _HEADINGS]), flush=True)
     rows = []
     for operator in _OPERATORS:
-        for case in operator.cases(comm.size):
+        for case in operator.cases(comm.size) if comm.target in operator.targets else ():
             rows.append(_run(comm, operator, case))
             if verbose:
                 print(rows[-1], flush=True)

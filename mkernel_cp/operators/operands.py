@@ -51,14 +51,16 @@ def same_dtype(a: np.ndarray, b: np.ndarray) -> np.dtype:
     return a.dtype
 
 
-def counts(name: str, value: Sequence[int] | None, own: int, rank: int, size: int) -> tuple:
+def counts(
+    name: str, value: Sequence[int] | None, own: int, rank: int, size: int, what: str = "rows"
+) -> tuple:
     """Return how many rows or positions every rank has; None means as many as here."""
     if value is None:
         return (own,) * size
     result = numbers(name, value, size)
     if result[rank] != own:
         raise ValueError(
-            f"{name}[{rank}] is {result[rank]}, but this rank, {rank}, passes {own} rows"
+            f"{name}[{rank}] is {result[rank]}, but this rank, {rank}, passes {own} {what}"
         )
     return result
 
@@ -83,23 +85,27 @@ def output(
     dtype: np.dtype,
     inputs: Iterable[tuple[str, np.ndarray]],
     machine: Any,
+    name: str = "out",
+    remedy: str = "; dtype= changes it",
 ) -> Operand:
     """Return `value` if the result can be written into it, or a new array if it is None."""
     if value is None:
-        return Operand("out", machine.empty(shape, dtype), machine)
-    operand = Operand("out", value, machine)
+        return Operand(name, machine.empty(shape, dtype), machine)
+    operand = Operand(name, value, machine)
     out = operand.shadow
     if out.shape != shape:
-        raise ValueError(f"out has shape {out.shape}: the result has {shape}")
+        raise ValueError(f"{name} has shape {out.shape}: the result has {shape}")
     if out.dtype != dtype:
-        raise TypeError(f"out has dtype {out.dtype}: the result has {dtype}; dtype= changes it")
+        raise TypeError(f"{name} has dtype {out.dtype}: the result has {dtype}{remedy}")
     if not out.flags.writeable:
-        raise ValueError("out is read-only")
+        raise ValueError(f"{name} is read-only")
     if _repeats(out):
-        raise ValueError("out has elements that share memory: use an array without broadcasting")
-    for name, array in inputs:
+        raise ValueError(
+            f"{name} has elements that share memory: use an array without broadcasting"
+        )
+    for other, array in inputs:
         if _overlap(out, array):
-            raise ValueError(f"out overlaps {name}: use memory of its own for the result")
+            raise ValueError(f"{name} overlaps {other}: use memory of its own for the result")
     return operand
 
 

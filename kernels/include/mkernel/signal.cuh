@@ -15,7 +15,7 @@ enum class Called : u64 {
 };
 
 // What was waited for, and why in vain: the codes of Record.
-enum class Awaited : u64 { call = 1, arrival = 2, read = 3, turn = 4, partial = 6, sum = 7 };
+enum class Awaited : u64 { call = 1, arrival = 2, read = 3, turn = 4, partial = 6, sum = 7, room = 8 };
 enum class Reason : u64 { entry_timeout = 1, progress_timeout = 2, mismatch = 3, refused = 4, closed = 5, concurrent = 6 };
 
 constexpr u64 everyone = ~u64(0);
@@ -31,14 +31,19 @@ enum class Poll { pending, done, refused, mismatch };
 
 template <bool>
 class Courier;
+template <class>
+class Window;
 
-// Proof that bytes are where they were to go: only those who copy make one, and raise() takes nothing less.
+// Proof that bytes are where they were to go, or that all have read what may now be overwritten: only those who copy,
+// or keep a window, make one, and raise() takes nothing less.
 class Completed {
     MK_DEVICE Completed() {}
     friend class Pending;
     friend class Writes;
     template <bool>
     friend class Courier;
+    template <class>
+    friend class Window;
 };
 
 // One launch as one agent sees it: who waits, for which generation, and whether something has already failed.

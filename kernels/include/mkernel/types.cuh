@@ -29,7 +29,7 @@ template <> MK_DEVICE bfloat16 narrow<bfloat16>(float value) { return {bfloat16_
 template <class T> MK_DEVICE T not_a_number() { return narrow<T>(Accumulator<T>(float_of(0x7fc00000))); }
 
 // --- structs shared with Python --------------------------------------------------------------------------------------
-// mkernel_cp/structs.py reads them from here. Every member is 8 bytes (u64, i64, a pointer) or another such struct, so no
+// mkernel_cp/structs.py reads them from here. Every member is 8 bytes (u64, i64, double, a pointer) or another such struct, so no
 // compiler adds padding.
 
 // A tensor map as the driver encodes it: how a box of a matrix in global memory is laid out in shared memory.
@@ -223,6 +223,80 @@ struct GemmAllReduceParams {
     GemmAllReducePlan* plan;
     CallMessage message;
     u64 reserved[2];
+};
+
+// An array (batch, position, head, column); strides in elements.
+struct Heads {
+    void* data;
+    i64 batch_stride;
+    i64 position_stride;
+    i64 head_stride;
+    i64 column_stride;
+};
+
+// One that peers read: its columns are contiguous; strides in bytes.
+struct SharedHeads {
+    Place place;
+    i64 batch_stride;
+    i64 position_stride;
+    i64 head_stride;
+};
+
+// Where a rank's keys and values lie; this itself lies where its call message says.
+struct KeysAndValues {
+    SharedHeads keys;
+    SharedHeads values;
+};
+
+// Positions that follow each other in the sequence, and at the rank that holds them.
+struct Run {
+    u64 source;
+    i64 first;  // at the source
+    i64 count;
+    i64 position;     // of the first, in the sequence
+    i64 place;        // of the first in a slot of the window, if it is pulled
+    i64 first_chunk;  // of those in which a unit is pulled
+};
+
+// Slots in which keys and values of the peers land, unit after unit: unit u in slot u % slots.
+struct WindowPlan {
+    u64 slots;
+    i64 slot_positions;
+    i64 chunk_positions;
+    u64 chunks;    // of a unit
+    void* data;    // [slot][keys, values][position][column]
+    u64* arrived;  // [unit][chunk][keys, values]: signals
+    u64* left;     // [compute agent]: signals, of how many units it needs nothing any more
+};
+
+// What does not change from call to call of ring_attention.
+struct RingAttentionPlan {
+    Split split;
+    u64 digest;
+    i64 batches;
+    i64 kv_heads;
+    i64 group;  // query heads per head of keys and values
+    u64 causal;
+    double scale;
+    TileShape tile;  // queries, keys, all columns of a head
+    u64 query_runs;
+    Run* queries;  // this rank's positions
+    u64 walk_runs;
+    Run* walk;  // the keys that they see, in the order in which they are used
+    WindowPlan window;
+};
+
+struct RingAttentionParams {
+    Heads q;
+    Heads k;
+    Heads v;
+    Heads out;
+    Heads lse;  // without columns; no data: not wanted
+    KeysAndValues own;
+    KeysAndValues* shown;  // where peers find `own`
+    World* world;
+    RingAttentionPlan* plan;
+    CallMessage message;
 };
 
 // --- end of the shared structs ---------------------------------------------------------------------------------------

@@ -1,0 +1,228 @@
+// Attention over a sequence that is sharded over ranks: the order of work, what a query sees, and the window through
+// which the peers' keys and values pass.
+#pragma once
+
+#include "roles.cuh"
+
+namespace mk {
+
+// The keys and values of one head in one batch entry, which a group of query heads shares.
+struct Unit { i64 index, batch, head; };
+
+class Units {
+public:
+    explicit MK_DEVICE Units(const RingAttentionPlan& plan) : plan_(plan) {}
+
+    struct Iterator {
+        i64 index, heads;
+        MK_DEVICE Unit operator*() const { return {index, index / heads, index % heads}; }
+        MK_DEVICE Iterator& operator++() { return ++index, *this; }
+        MK_DEVICE bool operator!=(const Iterator& other) const { return index != other.index; }
+    };
+    MK_DEVICE Iterator begin() const { return {0, plan_.kv_heads}; }
+    MK_DEVICE Iterator end() const { return {plan_.batches * plan_.kv_heads, plan_.kv_heads}; }
+
+private:
+    const RingAttentionPlan& plan_;
+};
+
+// The keys that this rank's queries see, in the order in which every query tile takes them: own ones, then those of
+// rank - 1, rank - 2, ..., so that at any time all ranks read from different peers.
+class Walk {
+public:
+    explicit MK_DEVICE Walk(const RingAttentionPlan& plan) : begin_(plan.walk), end_(plan.walk + plan.walk_runs) {}
+    MK_DEVICE const Run* begin() const { return begin_; }
+    MK_DEVICE const Run* end() const { return end_; }
+
+private:
+    const Run *begin_, *end_;
+};
+
+// Queries of one head that are worked on together; they never cross the border of a run.
+struct QueryTile {
+    i64 head;
+    Range rows;    // of this rank's positions
+    i64 position;  // of the first, in the sequence
+};
+
+// The query tiles of a unit, of all its heads, that are one agent's; who gets the first one changes from unit to unit.
+class QueryTiles {
+public:
+    MK_DEVICE QueryTiles(const RingAttentionPlan& plan, Unit unit, u64 agent, u64 agents)
+        : plan_(plan), unit_(unit), agents_(i64(agents)) {
+        for (u64 i = 0; i < plan.query_runs; ++i) tiles_ += plan.group * blocks(plan.queries[i]);
+        first_ = (i64(agent) + agents_ - unit.index * tiles_ % agents_) % agents_;
+    }
+
+    struct Iterator {
+        const QueryTiles& tiles;
+        i64 index;
+        MK_DEVICE QueryTile operator*() const { return tiles.at(index); }
+        MK_DEVICE Iterator& operator++() { return index += tiles.agents_, *this; }
+        MK_DEVICE bool operator!=(const Iterator&) const { return index < tiles.tiles_; }
+    };
+    MK_DEVICE Iterator begin() const { return {*this, first_}; }
+    MK_DEVICE Iterator end() const { return {*this, tiles_}; }
+
+private:
+    MK_DEVICE i64 blocks(const Run& run) const { return ceil_div(run.count, plan_.tile.rows); }
+
+    MK_DEVICE QueryTile at(i64 index) const {
+        const Run* run = plan_.queries;
+        i64 number = index / plan_.group;
+        for (; number >= blocks(*run); ++run) number -= blocks(*run);
+        const Range rows = block(number, plan_.tile.rows, run->count);
+        return {unit_.head * plan_.group + index % plan_.group, {run->first + rows.begin, run->first + rows.end},
+                run->position + rows.begin};
+    }
+
+    const RingAttentionPlan& plan_;
+    Unit unit_;
+    i64 agents_, tiles_ = 0, first_;
+};
+
+// What queries see of a run of keys: all, or those up to their own position.
+class Mask {
+public:
+    explicit MK_DEVICE Mask(const RingAttentionPlan& plan) : causal_(plan.causal) {}
+
+    MK_DEVICE i64 visible(i64 query, const Run& keys) const {
+        if (!causal_) return keys.count;
+        const i64 count = query - keys.position + 1;
+        return count < 0 ? 0 : count < keys.count ? count : keys.count;
+    }
+
+private:
+    bool causal_;
+};
+
+enum class Part : u64 { keys = 0, values = 1 };
+
+// Rows of keys or values, one a position; strides in elements.
+struct Panel {
+    void* data;
+    i64 position_stride, column_stride;
+};
+
+template <class T>
+MK_DEVICE Panel panel_of(const Heads& heads, i64 batch, i64 head, i64 position) {
+    return {static_cast<T*>(heads.data) + batch * heads.batch_stride + head * heads.head_stride +
+                position * heads.position_stride,
+            heads.position_stride, heads.column_stride};
+}
+
+// Movers bring units here in order, each when its slot is free; that is when every compute agent has left the unit that
+// it held. No wait goes round in a circle: agents leave units in order, a gate of unit u needs nothing but chunks of u,
+// and movers, which compute nothing, bring all chunks of u before they wait for room for a later unit.
+template <class T>
+class Window {
+public:
+    MK_DEVICE Window(Launch& launch, const RingAttentionPlan& plan)
+        : launch_(launch), plan_(plan.window), columns_(plan.tile.k), agents_(plan.split.compute) {}
+
+    // Waits until the slot of a unit is free. What was sent so far is completed first: others may need it to free one.
+    template <bool aligned>
+    MK_DEVICE bool await_room(Courier<aligned>& courier, Unit unit) {
+        if (u64(unit.index) < plan_.slots) return launch_.live();
+        courier.finish();
+        for (u64 agent = 0; agent < agents_; ++agent)
+            if (!launch_.wait(launch_.agent(), &plan_.left[agent], u64(unit.index) - plan_.slots + 1,
+                              {Awaited::room, everyone, agent}))
+                return false;
+        return true;
+    }
+
+    // The compute agent needs nothing of this unit any more, nor of those before.
+    MK_DEVICE void leave(Unit unit) {
+        launch_.agent().sync();
+        launch_.template raise<Scope::device>(&plan_.left[launch_.member()], u64(unit.index) + 1, Completed());
+    }
+
+    // Has this mover's share of a run of a peer brought here; each chunk of keys or of values raises its signal.
+    template <bool aligned>
+    MK_DEVICE void pull(Courier<aligned>& courier, Unit unit, const Run& run, const KeysAndValues& theirs) {
+        const i64 line = columns_ * i64(sizeof(T)), chunks = ceil_div(run.count, plan_.chunk_positions);
+        const i64 movers = i64(launch_.members()), before = run.first_chunk % movers;  // all get work of short runs too
+        const bool leads = launch_.agent().lane() == 0;
+        for (i64 chunk = (i64(launch_.member()) + movers - before) % movers; chunk < chunks; chunk += movers)
+            for (Part part : {Part::keys, Part::values}) {
+                const Range positions = block(chunk, plan_.chunk_positions, run.count);
+                const Lines from = lines_of(part == Part::keys ? theirs.keys : theirs.values, run.source, unit,
+                                            run.first + positions.begin);
+                u8* to = static_cast<u8*>(panel(unit, run, part).data) + positions.begin * line;
+                const u64 index = signal_of(unit, run, chunk, part);
+                const Span span(launch_, leads, Traced::copy, run.source, u64(positions.size() * line), index);
+                courier.send({to, line}, from, positions.size(), line, &plan_.arrived[index]);
+                pulled_ += u64(positions.size() * line);
+            }
+    }
+
+    // The end of all pulling of this agent.
+    template <bool aligned>
+    MK_DEVICE void finish(Courier<aligned>& courier) {
+        courier.finish();
+        if (launch_.agent().lane() == 0) fetch_add(launch_.world().bytes_from_peers, pulled_);
+    }
+
+    // Where a run lands.
+    MK_DEVICE Panel panel(Unit unit, const Run& run, Part part) const {
+        const i64 half = i64(u64(unit.index) % plan_.slots * 2 + u64(part));
+        return {static_cast<T*>(plan_.data) + (half * plan_.slot_positions + run.place) * columns_, columns_, 1};
+    }
+
+    // Waits until these positions of a run are here.
+    MK_DEVICE bool wait(const Agent& who, Unit unit, const Run& run, Range positions, Part part) {
+        const i64 length = plan_.chunk_positions;
+        for (i64 chunk = positions.begin / length; chunk * length < positions.end; ++chunk) {
+            const u64 index = signal_of(unit, run, chunk, part);
+            if (!launch_.wait(who, &plan_.arrived[index], 1, {Awaited::arrival, everyone, index})) return false;
+        }
+        return true;
+    }
+
+private:
+    MK_DEVICE u64 signal_of(Unit unit, const Run& run, i64 chunk, Part part) const {
+        return (u64(unit.index) * plan_.chunks + u64(run.first_chunk + chunk)) * 2 + u64(part);
+    }
+
+    MK_DEVICE Lines lines_of(const SharedHeads& heads, u64 source, Unit unit, i64 position) const {
+        return {static_cast<u8*>(launch_.at(source, heads.place)) + unit.batch * heads.batch_stride +
+                    unit.head * heads.head_stride + position * heads.position_stride,
+                heads.position_stride};
+    }
+
+    Launch& launch_;
+    const WindowPlan& plan_;
+    i64 columns_;
+    u64 agents_;
+    u64 pulled_ = 0;  // bytes
+};
+
+// Stores the rows of a query tile, and the logarithm of the sum of exponentials that each was divided by.
+template <class T>
+class StoreHeads {
+public:
+    using Type = T;
+    MK_DEVICE StoreHeads(const Heads& to, const Heads& lse) : to_(to), lse_(lse) {}
+
+    template <class Acc>
+    MK_DEVICE T transform(Acc sum, Acc total) const { return narrow<T>(sum / total); }
+
+    template <class Acc>
+    MK_DEVICE void deliver(const Agent& agent, Unit unit, const QueryTile& tile, const T* staged, const Acc* lse,
+                           i64 columns) const {
+        const Panel rows = panel_of<T>(to_, unit.batch, tile.head, tile.rows.begin);
+        T* to = static_cast<T*>(rows.data);
+        for (i64 i = agent.lane(); i < tile.rows.size() * columns; i += agent.lanes())
+            to[i / columns * rows.position_stride + i % columns * rows.column_stride] = staged[i];
+        if (lse_.data == nullptr) return;
+        const Panel sums = panel_of<Acc>(lse_, unit.batch, tile.head, tile.rows.begin);
+        for (i64 i = agent.lane(); i < tile.rows.size(); i += agent.lanes())
+            static_cast<Acc*>(sums.data)[i * sums.position_stride] = lse[i];
+    }
+
+private:
+    const Heads &to_, &lse_;
+};
+
+}  // namespace mk

@@ -1,0 +1,61 @@
+// ring_attention: softmax(Q K^T) V, where every rank holds some positions of the sequence.
+//   movers   tell the peers where this rank's keys and values are, and bring the peers' here, a head (a unit) after the
+//            other, each from rank - 1 first, into a window of a few units
+//   compute  keeps a tile of queries, walks over all keys and values that it sees, own ones first, as soon as they have
+//            arrived (online softmax), and stores the tile once
+#include "mkernel/engine/attention_host.cuh"
+
+#ifndef MK_TYPE
+#define MK_TYPE bfloat16
+#endif
+
+namespace mk {
+
+using Type = MK_TYPE;
+
+MK_KERNEL(ring_attention, RingAttentionParams, p) {
+    const RingAttentionPlan& plan = *p.plan;
+    Launch launch(p.world, plan.split);
+    const u64 rank = launch.rank();
+    Window<Type> window(launch, plan);
+
+    if (launch.is(Role::mover)) {
+        Courier<> courier(launch, launch.agent().scratch());
+        if (launch.member() == 0) {
+            if (launch.agent().lane() == 0) *p.shown = p.own;
+            launch.announce(p.message);
+        }
+        for (Unit unit : Units(plan)) {
+            if (!window.await_room(courier, unit)) break;
+            for (const Run& run : Walk(plan)) {
+                if (run.source == rank) continue;
+                if (unit.index == 0 && !launch.await_call(run.source, plan.digest)) break;
+                const Place theirs = launch.message_of(run.source).operand;
+                window.pull(courier, unit, run, *static_cast<KeysAndValues*>(launch.at(run.source, theirs)));
+            }
+        }
+        window.finish(courier);
+        for (u64 peer : RingOrder(rank, launch.size()))
+            if (launch.await_call(peer, plan.digest)) launch.have_read(peer, launch.members());
+    }
+
+    if (launch.is(Role::compute))
+        engine::attention<Type>(
+            launch, plan, p.q,
+            /* source */
+            [&](Unit unit, const Run& run, Part part) {
+                const Heads& own = part == Part::keys ? p.k : p.v;
+                return run.source == rank ? panel_of<Type>(own, unit.batch, unit.head, run.first)
+                                          : window.panel(unit, run, part);
+            },
+            /* gate   */
+            [&](const Agent& who, Unit unit, const Run& run, Range positions, Part part) {
+                return run.source == rank || window.wait(who, unit, run, positions, part);
+            },
+            /* sink   */ StoreHeads<Type>(p.out, p.lse),
+            /* leave  */ [&](Unit unit) { window.leave(unit); });
+
+    launch.finish();  // peers have read our keys and values: inputs are free, outputs complete
+}
+
+}  // namespace mk

@@ -1,0 +1,352 @@
+"""The plan of `ring_attention`: who holds which positions, and in which order who uses them.
+
+Pure Python, as all plans.
+"""
+
+import functools
+import math
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .memory import round_up
+from .plan import Options, PlanFile
+from .reference import array_split_counts
+
+LAYOUTS = ("contiguous", "zigzag")
+MOST_COLUMNS = 256
+MOST_COMPUTE_AGENTS = 1024
+_ALIGNMENT = 256
+_CHUNK_BYTES = 1 << 16
+_WINDOW_BYTES = 1 << 26  # that a window takes unasked, if two units need no more
+
+
+@dataclass(frozen=True)
+class Run:
+    """Positions that follow each other in the sequence, and at the rank that holds them.
+
+    Attributes
+    ----------
+    source : int
+        The rank.
+    first, count : int
+        Which of its positions.
+    position : int
+        Of the first, in the sequence.
+    """
+
+    source: int
+    first: int
+    count: int
+    position: int
+
+
+def zigzag_counts(positions: int, ranks: int) -> tuple[int, ...]:
+    """Return how many positions every rank holds in the layout 'zigzag'."""
+    sizes = array_split_counts(positions, 2 * ranks)
+    return tuple(sizes[rank] + sizes[-1 - rank] for rank in range(ranks))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What all ranks must agree on, and what follows from it for each.
+
+    Attributes
+    ----------
+    batch : int
+    seq_counts : tuple of int
+        Positions of every rank.
+    heads, kv_heads, columns : int
+        Of queries; of keys and values; of a head.
+    dtype : numpy.dtype
+    causal : bool
+    scale : float
+    layout : str
+    max_workspace : int or None
+        The most bytes of a rank's window.
+    chunk_bytes : int or None
+        About how much is moved at a time.
+    """
+
+    batch: int
+    seq_counts: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    columns: int
+    dtype: np.dtype
+    causal: bool
+    scale: float
+    layout: str
+    max_workspace: int | None = None
+    chunk_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """All of it, as the ranks compare it and errors show it."""
+        asked = (("max_workspace", self.max_workspace), ("chunk_bytes", self.chunk_bytes))
+        tail = "".join(f", {name}={value}" for name, value in asked if value is not None)
+        return (
+            f"ring_attention(B={self.batch}, seq_counts={list(self.seq_counts)}, Hq={self.heads}, "
+            f"Hkv={self.kv_heads}, D={self.columns}, {self.dtype.name}, causal={self.causal}, "
+            f"scale={self.scale!r}, layout={self.layout}{tail})"
+        )
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.seq_counts)
+
+    @property
+    def units(self) -> int:
+        """Heads of keys and values in all batch entries."""
+        return self.batch * self.kv_heads
+
+    def held_by(self, rank: int) -> tuple[Run, ...]:
+        """Return the runs of positions that a rank holds, in its order."""
+        if self.layout == "contiguous":
+            sizes, pieces = self.seq_counts, (rank,)
+        else:
+            sizes = array_split_counts(sum(self.seq_counts), 2 * self.ranks)
+            pieces = (rank, 2 * self.ranks - 1 - rank)
+        runs, first = [], 0
+        for piece in pieces:
+            runs.append(Run(rank, first, sizes[piece], sum(sizes[:piece])))
+            first += sizes[piece]
+        return tuple(run for run in runs if run.count)
+
+    def walk(self, rank: int) -> tuple[Run, ...]:
+        """Return the runs of keys that a rank's queries see: own ones, then rank - 1's, ..."""
+        own = self.held_by(rank)
+        last = max((run.position + run.count - 1 for run in own), default=-1)
+        sources = ((rank - step) % self.ranks for step in range(self.ranks))
+        runs = (run for source in sources for run in self.held_by(source))
+        return tuple(run for run in runs if own and not (self.causal and run.position > last))
+
+    def pulled(self, rank: int) -> tuple[Run, ...]:
+        """Return the part of the walk that lies at peers."""
+        return tuple(run for run in self.walk(rank) if run.source != rank)
+
+    def bytes_of(self, positions: int) -> int:
+        """Return the bytes of the keys and values of one unit at so many positions."""
+        return positions * 2 * self.columns * self.dtype.itemsize
+
+    def slot_bytes(self, rank: int) -> int:
+        """Return the bytes of a slot of a rank's window: what one unit pulls."""
+        return self.bytes_of(sum(run.count for run in self.pulled(rank)))
+
+    @functools.cached_property
+    def window(self) -> int:
+        """Slots of every rank's window; ValueError if `max_workspace` is too small for one."""
+        slot = max(map(self.slot_bytes, range(self.ranks)))
+        room = self.max_workspace
+        if room is None:
+            room = max(_WINDOW_BYTES, 2 * slot)
+        if slot > room:
+            raise ValueError(
+                f"max_workspace={room}: this needs at least {slot} bytes, for the keys and values "
+                "that one head sees at the peers; there are no passes over parts of a head yet"
+            )
+        return max(1, min(self.units, room // slot if slot else self.units))
+
+    @property
+    def chunk(self) -> int:
+        """Positions of a chunk."""
+        line = self.columns * self.dtype.itemsize
+        return max(1, min((self.chunk_bytes or _CHUNK_BYTES) // line, max(self.seq_counts)))
+
+    def chunks(self, rank: int) -> int:
+        """Return in how many chunks of keys a rank pulls a unit; values come in as many."""
+        return sum(-(-run.count // self.chunk) for run in self.pulled(rank))
+
+    def arena_offsets(self, rank: int) -> tuple[int, int, int, int]:
+        """Where a rank keeps things in the arena, in bytes.
+
+        Returns
+        -------
+        tuple of int
+            Of the copies of its keys and of its values, which hold them if the caller's arrays are
+            no segment's; of the window; the end. Before the first stands where these lie.
+        """
+        own = self.bytes_of(self.seq_counts[rank]) // 2 * self.units
+        values = _ALIGNMENT + round_up(own, _ALIGNMENT)
+        window = values + round_up(own, _ALIGNMENT)
+        return _ALIGNMENT, values, window, window + self.window * self.slot_bytes(rank)
+
+    def need(self) -> tuple[int, int]:
+        """Return the signals and bytes of an arena that serves every rank."""
+        ranks = range(self.ranks)
+        signals = MOST_COMPUTE_AGENTS + self.units * max(map(self.chunks, ranks)) * 2
+        return signals, max(self.arena_offsets(rank)[-1] for rank in ranks)
+
+
+@dataclass(frozen=True)
+class RingAttentionPlan(PlanFile):
+    """The plan of `ring_attention` on one rank.
+
+    Attributes
+    ----------
+    rank : int
+    batch : int
+    seq_counts : tuple of int
+        Positions of the sequence on every rank.
+    heads, kv_heads, columns : int
+        Heads of queries; of keys and values; columns of a head (D).
+    dtype, out_dtype : numpy.dtype
+    causal : bool
+    scale : float
+    layout : str
+    target, engine : str
+    tile : tuple of int
+        (queries, keys, columns) of what is computed at a time.
+    chunk_bytes : int
+        How much a mover was to bring at a time.
+    chunk : int
+        Positions that it does bring.
+    max_workspace : int or None
+        The most bytes that the window was to take.
+    window : int
+        Units whose keys and values may be here at a time.
+    split : tuple of int
+        (movers, compute): agents per role.
+    shared_bytes : int
+        Scratch memory of an agent.
+
+    Notes
+    -----
+    Loaded from a file, `options` and `max_workspace` make an operator choose the same again.
+    """
+
+    operator: ClassVar[str] = "ring_attention"
+
+    rank: int
+    batch: int
+    seq_counts: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    columns: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    causal: bool
+    scale: float
+    layout: str
+    target: str
+    engine: str
+    tile: tuple[int, int, int]
+    chunk_bytes: int
+    chunk: int
+    max_workspace: int | None
+    window: int
+    split: tuple[int, int]
+    shared_bytes: int
+
+    @property
+    def attention(self) -> Attention:
+        """What the ranks have agreed on."""
+        return Attention(
+            batch=self.batch,
+            seq_counts=self.seq_counts,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            columns=self.columns,
+            dtype=self.dtype,
+            causal=self.causal,
+            scale=self.scale,
+            layout=self.layout,
+            max_workspace=self.max_workspace,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the window."""
+        return self.window * self.attention.slot_bytes(self.rank)
+
+    @property
+    def bytes_from_peers(self) -> int:
+        """Bytes that this rank pulls in one call."""
+        return self.attention.units * self.attention.slot_bytes(self.rank)
+
+    @property
+    def options(self) -> Options:
+        """What makes an operator choose this plan again."""
+        return Options(self.split, self.tile, self.chunk_bytes)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this rank shares with its peers for it: window, copies and signals."""
+        signals, nbytes = self.attention.need()
+        return nbytes + 8 * signals
+
+    def explain(self) -> str:
+        """Return the plan in words, one choice a line."""
+        movers, compute = self.split
+        kib = self.chunk * self.columns * self.dtype.itemsize / 1024
+        return "\n".join(
+            (
+                f"ring_attention: ({self.batch}, {sum(self.seq_counts)}, {self.heads}, "
+                f"{self.columns}) over {self.kv_heads} heads of keys and values, {self.dtype.name}"
+                f"{', causal' if self.causal else ''}, rank {self.rank} of "
+                f"{len(self.seq_counts)}, {self.layout} positions {list(self.seq_counts)}",
+                f"target {self.target}, engine {self.engine}: tile {self.tile}, "
+                f"{compute} compute agents",
+                f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} positions "
+                f"({kib:g} KiB) by {movers} movers, into a window of {self.window} of "
+                f"{self.attention.units} units ({self.workspace} bytes)",
+            )
+        )
+
+
+def plan_ring_attention(rank: int, attention: Attention, options: Options) -> RingAttentionPlan:
+    """Choose a plan for the host target: two compute agents at most, see `plan_allgather_gemm`."""
+    own = attention.seq_counts[rank]
+    tile = options.tile or (64, 64, attention.columns)
+    if tile[2] != attention.columns:
+        raise ValueError(
+            f"Options(tile={tile}): attention takes all columns of a head at a time; use "
+            f"{(*tile[:2], attention.columns)}"
+        )
+    tile = (min(tile[0], max(1, own)), min(tile[1], max(attention.seq_counts, default=0) or 1))
+    group = attention.heads // attention.kv_heads
+    blocks = sum(math.ceil(run.count / tile[0]) for run in attention.held_by(rank))
+    if options.split:
+        movers, compute = options.split
+    else:
+        cores = len(os.sched_getaffinity(0))
+        movers = 1
+        compute = max(1, min(2, cores // attention.ranks, blocks * group * attention.units))
+    if attention.ranks == 1:
+        movers = 0
+    elif movers == 0:
+        raise ValueError(
+            f"Options(split={options.split}): ring_attention needs movers of their own, which wait "
+            "until those who compute have made room; use at least 1"
+        )
+    return RingAttentionPlan(
+        rank=rank,
+        batch=attention.batch,
+        seq_counts=attention.seq_counts,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        columns=attention.columns,
+        dtype=attention.dtype,
+        out_dtype=attention.dtype,
+        causal=attention.causal,
+        scale=attention.scale,
+        layout=attention.layout,
+        target="host",
+        engine="host",
+        tile=(*tile, attention.columns),
+        chunk_bytes=attention.chunk_bytes or _CHUNK_BYTES,
+        chunk=attention.chunk,
+        max_workspace=attention.max_workspace,
+        window=attention.window,
+        split=(movers, compute),
+        shared_bytes=_host_shared_bytes(*tile, attention.columns, attention.dtype),
+    )
+
+
+def _host_shared_bytes(queries: int, keys: int, columns: int, dtype: np.dtype) -> int:
+    """Return what QueryRows of engine/attention_host.cuh carves up."""
+    accumulators = 2 * queries * columns + queries * keys + keys * columns + 2 * queries
+    return accumulators * max(4, dtype.itemsize) + queries * columns * dtype.itemsize

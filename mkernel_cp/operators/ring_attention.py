@@ -1,0 +1,571 @@
+"""`ring_attention`: attention over a sequence whose positions are spread over the ranks."""
+
+import ctypes
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import compiler, errors, structs
+from .. import plan as plans
+from ..attention_plan import (
+    LAYOUTS,
+    MOST_COLUMNS,
+    MOST_COMPUTE_AGENTS,
+    Attention,
+    RingAttentionPlan,
+    plan_ring_attention,
+    zigzag_counts,
+)
+from ..communicator import Arena, Communicator, extent
+from ..kernel import Kernel
+from ..memory import Location
+from ..reference import accumulator_dtype, array_split_counts
+from . import operands
+
+
+def ring_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    comm: Communicator,
+    seq_counts: Sequence[int] | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "contiguous",
+    return_lse: bool = False,
+    max_workspace: int | None = None,
+    out: Any = None,
+    stream: Any = None,
+    options: plans.Options | None = None,
+) -> Any:
+    """Return softmax(scale * Q @ K.T) @ V for this rank's queries over the whole sequence.
+
+    Collective. Each rank holds some positions of the sequence. The keys and values of the peers are
+    fetched by the kernel while it works on those that are there, and only those that this rank's
+    queries see.
+
+    Parameters
+    ----------
+    q : (B, S_r, Hq, D) array
+        The queries of this rank's positions; bfloat16, float16, float32 or float64, in any strides.
+        D is 1 to 256.
+    k, v : (B, S_r, Hkv, D) array
+        The keys and values of the same positions, of the same dtype; Hq is a multiple of Hkv, and
+        Hq / Hkv heads of queries that follow each other share one of keys and values. They are read
+        in place by the peers if they lie in an array from `Communicator.empty`, `zeros` or
+        `asarray` (as views, too) and the D elements of a head are contiguous; else they are copied
+        first.
+    comm : Communicator
+    seq_counts : sequence of int, optional
+        Positions on every rank, the same sequence on all ranks. Default: as many as here on each.
+    causal : bool, optional
+        Whether a position sees only itself and those before it, in the whole sequence.
+    scale : float, optional
+        Factor of the scores. Default: ``1 / sqrt(D)``.
+    layout : {'contiguous', 'zigzag'}, optional
+        Which positions a rank holds: the next S_r ones in rank order, or, of the 2R parts of
+        ``numpy.array_split(positions, 2 * R)``, those with numbers r and 2R - 1 - r, so that a
+        causal mask leaves the same work to all; see `zigzag_split`.
+    return_lse : bool, optional
+        Whether to return the log-sum-exp too. Ranks may differ in it.
+    max_workspace : int, optional
+        The most bytes that a rank may keep of the peers' keys and values. Default: no limit; what
+        is taken then is 64 MiB, or more where two heads need more.
+    out : (B, S_r, Hq, D) array, optional
+        Where to put the result, in any strides; with `return_lse` a pair of arrays. They must not
+        overlap each other or an operand.
+    stream : optional
+        As for `allgather_gemm`.
+    options : Options, optional
+        Choices that the plan would make otherwise; of `tile`: (queries, keys, D).
+
+    Returns
+    -------
+    out : (B, S_r, Hq, D) array
+    lse : (B, Hq, S_r) array of float32 (float64 for float64)
+        Only with `return_lse`: the natural logarithm of the sum over all keys that are seen of
+        exp(scale * q.k).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If this rank's arguments are wrong; its peers raise `PeerError`.
+    ArgumentMismatchError
+        On all ranks, if they do not agree on B, the positions, heads, D, the dtype, `causal`,
+        `scale`, `layout`, `max_workspace` or the size of chunks.
+    ConfigurationError
+        On the cuda target, for which there is no engine yet.
+    TimeoutError, PeerLostError
+        On all ranks, if one does not take part. What was not finished of the result is NaN.
+
+    Notes
+    -----
+    Scores, weights and sums are in float32 (float64 for float64), whatever the dtype, and stay with
+    the agent that works on a tile of queries while it walks over all keys (online softmax [1]_);
+    the ranks' keys and values come one after another, as in ring attention [2]_. The layout
+    'zigzag' balances causal masks, as striped attention [3]_ does. Equal inputs in an equal world
+    give equal bits.
+
+    .. [1] M. Milakov and N. Gimelshein, Online normalizer calculation for softmax,
+       arXiv:1805.02867, 2018.
+    .. [2] H. Liu, M. Zaharia and P. Abbeel, Ring attention with blockwise transformers for
+       near-infinite context, arXiv:2310.01889, 2023.
+    .. [3] W. Brandon et al., Striped attention: faster ring attention for causal transformers,
+       arXiv:2311.09431, 2023.
+
+    Examples
+    --------
+    >>> with mk.Communicator() as comm:
+    ...     counts = comm.row_counts(positions)
+    ...     o = mk.ring_attention(q, k, v, comm=comm, seq_counts=counts, causal=True)
+    """
+    operands.check_communicator(comm)
+    with comm.calling("ring_attention()"), comm.machine.on(stream):
+        arrays = _shadows(q, k, v, comm)
+        spec = _Spec(
+            *arrays, comm, seq_counts, causal, scale, layout, return_lse, max_workspace, options
+        )
+        step = comm.plans.get(spec)
+        if step is None:
+            results = spec.outputs(out, arrays, comm.machine)
+            try:
+                step = comm.plans[spec] = RingAttention._from_spec(spec, comm)
+            except errors.Error:
+                if out is not None and comm.closed:
+                    for result in results:
+                        comm.machine.fill(result.array, np.nan)
+                raise
+        return step(q, k, v, out=out)
+
+
+class RingAttention:
+    """`ring_attention`, planned once for shapes and dtypes, and called often.
+
+    Takes the arguments of the function; making one is collective. A context manager.
+
+    Attributes
+    ----------
+    plan : RingAttentionPlan
+
+    Examples
+    --------
+    >>> step = mk.RingAttention(q, k, v, comm=comm, causal=True)
+    >>> for _ in range(1000):
+    ...     step(q, k, v, out=o)
+    """
+
+    plan: RingAttentionPlan
+
+    def __init__(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        *,
+        comm: Communicator,
+        seq_counts: Sequence[int] | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        layout: str = "contiguous",
+        return_lse: bool = False,
+        max_workspace: int | None = None,
+        out: Any = None,
+        stream: Any = None,
+        options: plans.Options | None = None,
+    ):
+        operands.check_communicator(comm)
+        with comm.calling("RingAttention()"), comm.machine.on(stream):
+            arrays = _shadows(q, k, v, comm)
+            spec = _Spec(
+                *arrays, comm, seq_counts, causal, scale, layout, return_lse, max_workspace, options
+            )
+            spec.outputs(out, arrays, comm.machine)
+            self._set_up(spec, comm)
+
+    @classmethod
+    def _from_spec(cls, spec: "_Spec", comm: Communicator) -> "RingAttention":
+        self = cls.__new__(cls)
+        self._set_up(spec, comm)
+        return self
+
+    def _set_up(self, spec: "_Spec", comm: Communicator) -> None:
+        attention = spec.attention
+        self._spec, self._comm, self._what = spec, comm, str(attention)
+        self.plan = plan_ring_attention(comm.rank, attention, spec.options)
+        kernel = Kernel(
+            str(compiler.kernel_source("ring_attention")),
+            "ring_attention",
+            tuple(compiler.macros({"MK_TYPE": plans.cpp_type(attention.dtype)}).items()),
+        )
+        comm.agreement(self._what, attention.need, lambda: comm.load(kernel) and None)
+        self._kernel = comm.load(kernel)
+        self._bind(comm.arena)
+
+    def _bind(self, arena: Arena) -> None:
+        """Fill in the structs with the addresses that this arena gives."""
+        structures, plan, comm = structs.shared(), self.plan, self._comm
+        attention = self._spec.attention
+        self._arena = arena
+        base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
+        *stages, window, _ = attention.arena_offsets(comm.rank)
+        self._stages = [Location(arena.number, data + stage) for stage in stages]
+        walk, queries = attention.walk(comm.rank), attention.held_by(comm.rank)
+        constant = comm.machine.constant
+        self._runs = {
+            "queries": constant(_runs(queries, comm.rank, attention.chunk)),
+            "walk": constant(_runs(walk, comm.rank, attention.chunk)),
+        }
+        landing = structures.WindowPlan(
+            slots=plan.window,
+            slot_positions=sum(run.count for run in attention.pulled(comm.rank)),
+            chunk_positions=plan.chunk,
+            chunks=attention.chunks(comm.rank),
+            data=base + data + window,
+            left=base,
+            arrived=base + 8 * MOST_COMPUTE_AGENTS,
+        )
+        constants = structures.RingAttentionPlan(
+            split=structures.Split(*plan.split),
+            digest=comm.digest(self._what),
+            batches=plan.batch,
+            kv_heads=plan.kv_heads,
+            group=plan.heads // plan.kv_heads,
+            causal=plan.causal,
+            scale=plan.scale,
+            tile=structures.TileShape(*plan.tile),
+            query_runs=len(queries),
+            walk_runs=len(walk),
+            window=landing,
+            **{name: runs.address for name, runs in self._runs.items()},
+        )
+        self._constants = constant(constants)
+        self._params = structures.RingAttentionParams(
+            shown=base + data, world=comm.world_address, plan=self._constants.address
+        )
+        message = self._params.message
+        message.digest = constants.digest
+        message.operand.segment, message.operand.offset = arena.number, data
+
+    def __call__(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, out: Any = None, stream: Any = None
+    ) -> Any:
+        """Return what `ring_attention` does, for operands of the planned shapes and dtypes."""
+        comm = self._comm
+        if comm is None:
+            raise ValueError("this plan is closed: make another")
+        with comm.calling(self._what), comm.machine.on(stream):
+            machine, spec = comm.machine, self._spec
+            own = [
+                operands.Operand(name, x, machine) for name, x in zip("qkv", (q, k, v), strict=True)
+            ]
+            spec.check(*(x.shadow for x in own))
+            results = spec.outputs(out, [x.shadow for x in own], machine)
+            machine.begin()
+            # A kernel steps in whole elements; what does not is copied.
+            targets = [
+                result if _whole_steps(result.shadow) else _like(result, machine)
+                for result in results
+            ]
+            request, used = self._request(own, targets)
+            machine.hold(self._runs, self._constants, used, results)
+            try:
+                comm.run(self._kernel, request, self._what)
+            finally:
+                for result, target in zip(results, targets, strict=True):
+                    if target is not result:
+                        machine.copy(result.array, target.array)
+            if out is not None:
+                return out
+            return tuple(x.array for x in results) if spec.return_lse else results[0].array
+
+    def prepare(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: Any) -> tuple[Any, Any]:
+        """Return the launch struct for checked operands, and what must live until it has run."""
+        machine = self._comm.machine
+        own = [operands.Operand(*x, machine) for x in zip("qkv", (q, k, v), strict=True)]
+        return self._request(own, self._spec.outputs(out, [x.shadow for x in own], machine))
+
+    def _request(
+        self, own: Sequence[operands.Operand], results: Sequence[operands.Operand]
+    ) -> tuple[Any, Any]:
+        comm, plan = self._comm, self.plan
+        if self._arena is not comm.arena:
+            comm.machine.refuse_capture(self._what)
+            self._bind(comm.arena)
+        own = [x if _whole_steps(x.shadow) else _like(x, comm.machine, copy=True) for x in own]
+        params = self._params
+        for name, x in zip("qkv", own, strict=True):
+            _set_heads(getattr(params, name), x.shadow)
+        _set_heads(params.out, results[0].shadow)
+        if self._spec.return_lse:
+            _set_heads(params.lse, results[1].shadow.transpose(0, 2, 1)[..., None])
+        if comm.size > 1:
+            shared = (params.own.keys, params.own.values)
+            for to, x, stage in zip(shared, own[1:], self._stages, strict=True):
+                self._share(to, x, stage)
+        request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
+        return request, (own, results)
+
+    def _share(self, to: ctypes.Structure, x: operands.Operand, stage: Location) -> None:
+        """Say where peers find keys or values: where they are, or in a copy of them."""
+        comm, array = self._comm, x.shadow
+        contiguous = array.shape[-1] == 1 or array.strides[-1] == array.itemsize
+        place = stage
+        if contiguous and comm.in_segment(array):
+            low, nbytes = extent(array)
+            place = comm.segments.locate(low, nbytes)
+            place = Location(place.segment, place.offset + array.ctypes.data - low)
+        else:
+            batch, positions, heads, columns = array.shape
+            room = comm.segments[stage.segment].bytes[stage.offset :][: array.nbytes]
+            # Head by head, so that what is pulled together lies together.
+            staged = room.view(array.dtype).reshape(batch, heads, positions, columns)
+            array = staged.transpose(0, 2, 1, 3)
+            comm.machine.copy(array, x.array)
+        to.place.segment, to.place.offset = place.segment, place.offset
+        to.batch_stride, to.position_stride, to.head_stride, _ = array.strides
+
+    def close(self) -> None:
+        """Forget the plan. Local; nothing waits for it."""
+        self._runs, self._constants, self._comm = {}, None, None
+
+    def __enter__(self) -> "RingAttention":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+def zigzag_split(x: Any, ranks: int, *, axis: int = 1) -> list[Any]:
+    """Return what each rank holds of an array in the layout 'zigzag'.
+
+    Local. The array is divided into 2R parts, as `numpy.array_split` does; rank r gets those with
+    numbers r and 2R - 1 - r.
+
+    Parameters
+    ----------
+    x : array
+        With all positions of the sequence along `axis`.
+    ranks : int
+        R, 1 or more.
+    axis : int, optional
+
+    Returns
+    -------
+    list of array
+
+    Examples
+    --------
+    >>> [part.tolist() for part in mk.zigzag_split(np.arange(7), 2, axis=0)]
+    [[0, 1, 6], [2, 3, 4, 5]]
+    """
+    if operator.index(ranks) < 1:
+        raise ValueError(f"ranks={ranks}: use at least 1")
+    parts = np.array_split(x, 2 * ranks, axis)
+    return [np.concatenate((parts[rank], parts[-1 - rank]), axis) for rank in range(ranks)]
+
+
+def zigzag_join(parts: Sequence[Any], *, axis: int = 1) -> Any:
+    """Return the whole of an array from what each rank holds of it; undoes `zigzag_split`.
+
+    Local.
+
+    Parameters
+    ----------
+    parts : sequence of array
+        Every rank's, in rank order.
+    axis : int, optional
+
+    Raises
+    ------
+    ValueError
+        If no array is divided so.
+
+    Examples
+    --------
+    >>> mk.zigzag_join(mk.zigzag_split(np.arange(7), 2, axis=0), axis=0).tolist()
+    [0, 1, 2, 3, 4, 5, 6]
+    """
+    lengths = tuple(part.shape[axis] for part in parts)
+    if not lengths or lengths != zigzag_counts(sum(lengths), len(lengths)):
+        raise ValueError(f"parts of {list(lengths)} positions are no zigzag layout")
+    sizes = array_split_counts(sum(lengths), 2 * len(lengths))
+    halves = [np.split(part, [size], axis) for part, size in zip(parts, sizes, strict=False)]
+    first, last = zip(*halves, strict=True)
+    return np.concatenate((*first, *reversed(last)), axis)
+
+
+def _shadows(q: Any, k: Any, v: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
+    if comm.target == "cuda":
+        raise errors.ConfigurationError(
+            "ring_attention has no GPU engine yet: use Communicator(target='host')"
+        )
+    pairs = zip("qkv", (q, k, v), strict=True)
+    return tuple(operands.Operand(*pair, comm.machine).shadow for pair in pairs)
+
+
+class _Spec:
+    """What was asked for: the checked arguments, less the data."""
+
+    def __init__(
+        self,
+        q,
+        k,
+        v,
+        comm,
+        seq_counts,
+        causal,
+        scale,
+        layout,
+        return_lse,
+        max_workspace,
+        options,
+    ):
+        for name, array in zip("qkv", (q, k, v), strict=True):
+            if array.ndim != 4:
+                raise ValueError(
+                    f"{name} has shape {array.shape}: use (batch, positions, heads, D)"
+                )
+            plans.check_dtype(name, array.dtype)
+        if not q.dtype == k.dtype == v.dtype:
+            raise TypeError(
+                f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}: use the same for all"
+            )
+        batch, positions, heads, columns = q.shape
+        if k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != columns:
+            raise ValueError(
+                f"q has shape {q.shape}, k {k.shape}, v {v.shape}: k and v need the same shape, "
+                "which differs from that of q in nothing but the heads"
+            )
+        if not 1 <= columns <= MOST_COLUMNS:
+            raise ValueError(f"D={columns}: a head has 1 to {MOST_COLUMNS} columns")
+        kv_heads = k.shape[2]
+        if not kv_heads or not heads or heads % kv_heads:
+            raise ValueError(
+                f"q has {heads} heads, k and v {kv_heads}: use a multiple of theirs for q"
+            )
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
+        counts = operands.counts(
+            "seq_counts", seq_counts, positions, comm.rank, comm.size, "positions"
+        )
+        zigzag = zigzag_counts(sum(counts), comm.size)
+        if layout == "zigzag" and counts != zigzag:
+            raise ValueError(
+                f"seq_counts={list(counts)}: in the layout 'zigzag' the ranks hold {list(zigzag)} "
+                f"of {sum(counts)} positions; zigzag_split divides an array so"
+            )
+        if options is not None and not isinstance(options, plans.Options):
+            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
+        self.options = options or plans.Options()
+        self.return_lse = bool(return_lse)
+        self.attention = Attention(
+            batch=batch,
+            seq_counts=counts,
+            heads=heads,
+            kv_heads=kv_heads,
+            columns=columns,
+            dtype=q.dtype,
+            causal=bool(causal),
+            scale=_scale(scale, columns),
+            layout=layout,
+            max_workspace=_bytes("max_workspace", max_workspace),
+            chunk_bytes=self.options.chunk_bytes,
+        )
+        self._shapes = q.shape, k.shape, v.shape
+        self._key = self.attention, self.return_lse, self.options
+
+    def check(self, *arrays: np.ndarray) -> None:
+        """Refuse operands that are not as planned."""
+        dtype = self.attention.dtype
+        for name, array, shape in zip("qkv", arrays, self._shapes, strict=True):
+            if array.shape != shape or array.dtype != dtype:
+                raise ValueError(
+                    f"{name} has shape {array.shape} and dtype {array.dtype}: this plan is for "
+                    f"{shape} and {dtype}; make another for other operands"
+                )
+
+    def outputs(
+        self, out: Any, arrays: Sequence[np.ndarray], machine: Any
+    ) -> tuple[operands.Operand, ...]:
+        """Return what the results are written into: the caller's arrays, or new ones."""
+        dtype, (batch, positions, heads, _) = self.attention.dtype, self._shapes[0]
+        inputs = list(zip("qkv", arrays, strict=True))
+        if not self.return_lse:
+            return (operands.output(out, self._shapes[0], dtype, inputs, machine, remedy=""),)
+        pair = (None, None) if out is None else out
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError("out: with return_lse=True use a pair of arrays, (out, lse)")
+        out, lse = pair
+        result = operands.output(out, self._shapes[0], dtype, inputs, machine, "out[0]", "")
+        inputs.append(("out[0]", result.shadow))
+        lse_dtype = accumulator_dtype(dtype)
+        shape = (batch, heads, positions)
+        return result, operands.output(lse, shape, lse_dtype, inputs, machine, "out[1]", "")
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Spec) and self._key == other._key
+
+
+def _scale(value: Any, columns: int) -> float:
+    if value is None:
+        return 1 / math.sqrt(columns)
+    try:
+        value = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"scale={value!r}: use a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"scale={value}: use a finite number")
+    return value
+
+
+def _bytes(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: use an integer, in bytes") from None
+    if value < 0:
+        raise ValueError(f"{name}={value}: use 0 or more bytes")
+    return value
+
+
+def _whole_steps(array: np.ndarray) -> bool:
+    """Return whether a kernel can step through an array in elements."""
+    steps = (step for n, step in zip(array.shape, array.strides, strict=True) if n > 1)
+    return array.flags.aligned and not any(step % array.itemsize for step in steps)
+
+
+def _like(x: operands.Operand, machine: Any, copy: bool = False) -> operands.Operand:
+    """Return a new array of an operand's shape and dtype, or a copy of it."""
+    array = machine.empty(x.shadow.shape, x.shadow.dtype)
+    if copy:
+        machine.copy(array, x.array)
+    return operands.Operand("copy", array, machine)
+
+
+def _set_heads(to: Any, array: np.ndarray) -> None:
+    # The stride of an axis of length 1 leads nowhere, and NumPy leaves anything there.
+    steps = [step // array.itemsize for step in array.strides]
+    to.data = array.ctypes.data
+    to.batch_stride, to.position_stride, to.head_stride, to.column_stride = steps
+
+
+def _runs(runs: Sequence[Any], rank: int, chunk: int) -> Any:
+    """Return runs as the kernel has them: those of peers one behind the other in the window."""
+    result = (structs.shared().Run * max(1, len(runs)))()
+    place = first_chunk = 0
+    for to, run in zip(result, runs, strict=False):
+        to.source, to.first, to.count, to.position = run.source, run.first, run.count, run.position
+        to.place, to.first_chunk = place, first_chunk
+        if run.source != rank:
+            place += run.count
+            first_chunk += -(-run.count // chunk)
+    return result
