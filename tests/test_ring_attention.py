@@ -148,7 +148,6 @@ def assert_right(comm, case, seed, results):
         part.assert_close(result, f"rank {comm.rank}")
 
 
-@pytest.mark.operator
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_reference(case):
     def program(comm):
@@ -158,7 +157,6 @@ def test_equals_reference(case):
     worlds.run(case.world, program)
 
 
-@pytest.mark.operator
 @pytest.mark.parametrize("units", [1, 2, 3])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_many_units_pass_through_a_small_window(size, units):
@@ -185,7 +183,6 @@ def test_many_units_pass_through_a_small_window(size, units):
     worlds.run(size, program)
 
 
-@pytest.mark.operator
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 @pytest.mark.parametrize("size", worlds.SIZES)
 def test_back_to_back_calls_with_late_ranks_and_roles(size, lanes):
@@ -212,7 +209,6 @@ def test_back_to_back_calls_with_late_ranks_and_roles(size, lanes):
     worlds.run(size, program)
 
 
-@pytest.mark.operator(world=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_over_repeats_and_splits(dtype):
     case = AttentionCase("bits", (30, 31, 9), (4, 2), 24, dtype, True)
@@ -228,7 +224,6 @@ def test_same_bits_over_repeats_and_splits(dtype):
     assert all(len(bits) == 1 for bits in worlds.run(3, program))
 
 
-@pytest.mark.operator(world=3)
 def test_keys_and_values_in_a_segment_are_read_in_place_and_others_copied():
     counts = (5, 9, 4)
     case = AttentionCase("strides", counts, (3, 3), 8, "float32", True)
@@ -276,7 +271,6 @@ def moved(room, view, offset):
     return cupy.ndarray(view.shape, view.dtype, room.data + offset, view.strides)
 
 
-@pytest.mark.operator(world=2)
 def test_output_may_have_any_strides():
     case = AttentionCase("out", (9, 6), (4, 2), 5, "float64", True)
 
@@ -315,7 +309,6 @@ def test_uneven_elements_are_copied():
     worlds.run(2, program)
 
 
-@pytest.mark.operator(world=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(layout):
     counts = counts_in(layout, 25, 3)
@@ -345,7 +338,6 @@ def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(layout):
     assert any(0 < part < 1 for part in worlds.run(3, program))
 
 
-@pytest.mark.operator(world=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_rank_pulls_only_what_it_uses(causal, layout):
