@@ -127,7 +127,7 @@ class Gpu:
 # What engine/portable.cuh has in shared memory besides panels: strips of the result, one for each
 # of 8 warps, and barriers and the like.
 _STRIP_BYTES = 8 * 16 * (128 + 16)
-_CONTROL_BYTES = 2048
+_CONTROL_BYTES = 1024
 # The shortest and the longest line of a panel.
 _LINE_BYTES = 128, 1024
 

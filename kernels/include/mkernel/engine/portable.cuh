@@ -57,7 +57,7 @@ struct Tiling {
     static constexpr u32 strip_line = 128, strip_pitch = strip_line + 16, strip_bytes = 16 * strip_pitch;
 
     // Dynamic shared memory of a block: the ring, a strip for each consumer, and barriers and the like.
-    static constexpr u32 control_bytes = 2048;
+    static constexpr u32 control_bytes = 1024;
     static constexpr u32 shared_bytes = stages * (a_bytes + b_bytes) + consumers * strip_bytes + control_bytes;
 };
 
@@ -342,7 +342,7 @@ public:
         u64 given[orders], done[orders];
         Order order[orders];
         Turn<orders> turn[consumers];
-        Tile part[consumers], piece[consumers];  // that are being stored
+        Tile piece[consumers];  // that is being stored
         Schedule schedule;
         Sink sink;
         u32 panels;   // of a tile
@@ -520,7 +520,7 @@ private:
         const Sink& sink = shared.sink;
         const bool failed = warp.broadcast(*const_cast<volatile bool*>(&shared.failed));
         Turn<orders>& turn = shared.turn[consumer];
-        Tile &part = shared.part[consumer], &piece = shared.piece[consumer];
+        Tile& piece = shared.piece[consumer];
         Out* strip = reinterpret_cast<Out*>(shared.strips[consumer]);
         auto stage = [&](u32 index) {
             MK_UNROLL
@@ -532,8 +532,7 @@ private:
                         sink.transform(block[i]), sink.transform(block[i + 1])};
             }
         };
-        if (warp.lane() == 0) part = part_of(shared.order[turn.slot].tile, consumer);
-        warp.sync();
+        const Tile part = part_of(shared.order[turn.slot].tile, consumer);
         const bool empty = part.rows.size() <= 0 || part.columns.size() <= 0;
         const Span stored(self, warp.lane() == 0 && !empty, Traced::store, part);
         if (failed) self.drop();
