@@ -23,6 +23,16 @@ using Type = MK_TYPE;
 using OutType = MK_OUT_TYPE;
 using PartialType = MK_TRANSFER_TYPE;
 
+// The product of this rank's operands, for some tiles.
+template <class Sink, class Meanwhile>
+MK_DEVICE void multiply(Launch& launch, const GemmReduceScatterPlan& plan, const GemmAllReduceParams& p, const RingTiles& tiles,
+                        Sink sink, Meanwhile meanwhile) {
+    engine::gemm<Type>(
+        launch, tiles, plan.tile, plan.k,
+        /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,
+        /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
+}
+
 MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     const GemmAllReducePlan& plan = *p.plan;
     const GemmReduceScatterPlan& reduction = plan.reduction;
@@ -50,12 +60,6 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     }
 
     if (launch.is(Role::compute)) {
-        auto multiply = [&](const RingTiles& tiles, auto sink, auto meanwhile) {
-            engine::gemm<Type>(
-                launch, tiles, reduction.tile, reduction.k,
-                /* source */ [&](Tile t) -> Rows { return {p.a, reduction.row_start[t.source] + t.rows.begin}; }, p.b,
-                /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
-        };
         auto share = [&](Range stripe, RingTiles::Steps steps, u64 before) {
             return tiles(stripe, reduction.tile, steps, launch.member() / engine::cluster,
                          launch.members() / engine::cluster, before);
@@ -64,10 +68,11 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
         i64 next = 0;
         do {  // also where there are no columns: the peers wait to be greeted
             const Range stripe = block(next, plan.stripe, reduction.n);
-            multiply(share(stripe, {1, launch.size()}, before), Push<PartialType>(reduction),
+            multiply(launch, reduction, p, share(stripe, {1, launch.size()}, before), Push<PartialType>(reduction),
                      [&](Launch self, Scratch) { return reduction.split.movers > 0 || next > 0 || greet(self); });
             before += share(stripe, {1, launch.size()}, 0).count();
-            multiply(share(stripe, {0, 1}, before), SumForAll<OutType, Accumulator<Type>, PartialType>(plan, store()),
+            multiply(launch, reduction, p, share(stripe, {0, 1}, before),
+                     SumForAll<OutType, Accumulator<Type>, PartialType>(plan, store()),
                      [](Launch self, Scratch) { return self.live(); });
             before += share(stripe, {0, 1}, 0).count();
         } while (++next * plan.stripe < reduction.n);

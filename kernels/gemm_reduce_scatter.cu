@@ -24,6 +24,16 @@ using Type = MK_TYPE;
 using OutType = MK_OUT_TYPE;
 using PartialType = MK_TRANSFER_TYPE;
 
+// The product of this rank's operands, for some tiles.
+template <class Sink, class Meanwhile>
+MK_DEVICE void multiply(Launch& launch, const GemmReduceScatterPlan& plan, const GemmReduceScatterParams& p, const RingTiles& tiles,
+                        Sink sink, Meanwhile meanwhile) {
+    engine::gemm<Type>(
+        launch, tiles, plan.tile, plan.k,
+        /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,
+        /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
+}
+
 MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     const GemmReduceScatterPlan& plan = *p.plan;
     Launch launch(p.world, plan.split);
@@ -32,12 +42,6 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     if (launch.is(Role::mover) && !greet(launch)) launch.drop();
 
     if (launch.is(Role::compute)) {
-        auto multiply = [&](const RingTiles& tiles, auto sink, auto meanwhile) {
-            engine::gemm<Type>(
-                launch, tiles, plan.tile, plan.k,
-                /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,
-                /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
-        };
         // Made anew for each call: nothing stays in registers while tiles are multiplied.
         auto tiles = [&](RingTiles::Steps steps, u64 before) {
             return RingTiles({launch.rank(), launch.size(), plan.row_start, {0, plan.n}, plan.tile}, steps,
@@ -49,9 +53,9 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
             const u64 rank = launch.rank();
             return Store<OutType>(p.c, plan.row_start[rank + 1] - plan.row_start[rank]);
         };
-        multiply(of_peers(), Push<PartialType>(plan),
+        multiply(launch, plan, p, of_peers(), Push<PartialType>(plan),
                  [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
-        multiply(own(), Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),
+        multiply(launch, plan, p, own(), Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),
                  [](Launch self, Scratch) { return self.live(); });
     }
 

@@ -77,7 +77,7 @@ def complaint(cubin, log, entry, architecture="sm_90a", *, traced=False):
     if len(spills) < 2:
         return f"ptxas does not say what it spills:\n{log}"
     losses = compiler.losses(log)
-    limit = 128 if traced else MAY_SPILL.get((entry, architecture), 0)
+    limit = 256 if traced else MAY_SPILL.get((entry, architecture), 0)
     if max(spills) > limit and entry not in NO_LIMIT:
         return f"spills registers:\n{log}"
     if any("spill" not in line for line in losses):

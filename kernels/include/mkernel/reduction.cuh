@@ -123,7 +123,7 @@ public:
 
     template <class View>
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
-        return add(launch, piece, staged, [](i64, i64, const auto&) {});
+        return add(launch, piece, staged, Nothing());
     }
 
     MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
@@ -156,6 +156,24 @@ protected:
 private:
     static constexpr u32 batch = 2;  // runs of a lane that are loaded together
 
+    struct Nothing {
+        template <class Any>
+        MK_DEVICE void operator()(i64, i64, const Any&) const {}
+    };
+
+    // A lane's runs, from `first` on and `step` apart, out of `count` that make lines of `length`.
+    template <u32 width>
+    struct Batch {
+        u32 first, step, count, length;
+
+        template <class Visit>
+        MK_DEVICE void visit(Visit visit) const {
+            MK_UNROLL
+            for (u32 i = 0; i < batch; ++i)
+                if (const u32 run = first + i * step; run < count) visit(i, run / length, run % length * width);
+        }
+    };
+
     template <u32 width, class View, class Also>
     MK_DEVICE void add_runs(Launch& launch, const Tile& piece, View staged, Also also) const {
         const u32 lane = launch.agent().lane(), lanes = launch.agent().lanes();
@@ -167,25 +185,21 @@ private:
 
         for (u32 at = lane; at < count; at += batch * lanes) {
             Run<Acc, width> sums[batch];
-            auto each = [&](auto visit) {
-                MK_UNROLL
-                for (u32 i = 0; i < batch; ++i)
-                    if (const u32 run = at + i * lanes; run < count) visit(i, run / length, run % length * width);
-            };
-            each([&](u32 i, u32 row, u32 column) { sums[i] = Run<Acc, width>::at(staged(row, column)); });
+            const Batch<width> each{at, lanes, count, length};
+            each.visit([&](u32 i, u32 row, u32 column) { sums[i] = Run<Acc, width>::at(staged(row, column)); });
             const u8* from = first;
             MK_NO_UNROLL
             for (u32 peer = 0; peer < peers; ++peer, from += to_next) {
                 Run<Partial, width> terms[batch];
-                each([&](u32 i, u32 row, u32 column) {
+                each.visit([&](u32 i, u32 row, u32 column) {
                     terms[i] = Run<Partial, width>::at(reinterpret_cast<const Partial*>(from) + row * pitch + column);
                 });
-                each([&](u32 i, u32, u32) {
+                each.visit([&](u32 i, u32, u32) {
                     MK_UNROLL
                     for (u32 j = 0; j < width; ++j) sums[i].values[j] += widen(terms[i].values[j]);
                 });
             }
-            each([&](u32 i, u32 row, u32 column) {
+            each.visit([&](u32 i, u32 row, u32 column) {
                 Run<T, width> result;
                 MK_UNROLL
                 for (u32 j = 0; j < width; ++j) result.values[j] = narrow<T>(sums[i].values[j]);
@@ -216,15 +230,9 @@ public:
 
     template <class View>
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
-        const Zone sums(launch, plan_->sums);
-        const i64 number = this->parts_.over_all(piece), place = this->parts_.place(piece);
-        const i64 pitch = this->parts_.columns();
-        return this->add(launch, piece, staged, [&](i64 row, i64 column, const auto& run) {
-            for (u64 peer : RingOrder(launch.rank(), launch.size())) {
-                T* slot = reinterpret_cast<T*>(sums.slot(peer, number)) + place + row * pitch + column;
-                run.store(slot);
-            }
-        });
+        const HandOut to_all{launch, Zone(launch, plan_->sums), this->parts_.over_all(piece), this->parts_.place(piece),
+                             this->parts_.columns()};
+        return this->add(launch, piece, staged, to_all);
     }
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed sent) const {
@@ -234,6 +242,19 @@ public:
     }
 
 private:
+    // Stores a run of a part's sums at every peer.
+    struct HandOut {
+        const Launch& launch;
+        Zone sums;
+        i64 number, place, pitch;
+
+        template <class Run>
+        MK_DEVICE void operator()(i64 row, i64 column, const Run& run) const {
+            for (u64 peer : RingOrder(launch.rank(), launch.size()))
+                run.store(reinterpret_cast<T*>(sums.slot(peer, number)) + place + row * pitch + column);
+        }
+    };
+
     const GemmAllReducePlan* plan_;
 };
 
