@@ -209,7 +209,8 @@ MUTANTS = {
     "own rows first": Mutant(
         "gemm_reduce_scatter.cu",
         "        multiply(launch, plan, p, of_peers(),",
-        "        multiply(launch, plan, p, own(), Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),\n"
+        "        multiply(launch, plan, p, own(),\n"
+        "                 Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),\n"
         "                 [](Launch self, Scratch) { return self.live(); });\n"
         "        multiply(launch, plan, p, of_peers(),",
         SUMS,
