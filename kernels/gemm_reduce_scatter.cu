@@ -26,8 +26,8 @@ using PartialType = MK_TRANSFER_TYPE;
 
 // The product of this rank's operands, for some tiles.
 template <class Sink, class Meanwhile>
-MK_DEVICE void multiply(Launch& launch, const GemmReduceScatterPlan& plan, const GemmReduceScatterParams& p, const RingTiles& tiles,
-                        Sink sink, Meanwhile meanwhile) {
+MK_DEVICE void multiply(Launch& launch, const GemmReduceScatterPlan& plan, const GemmReduceScatterParams& p,
+                        const RingTiles& tiles, Sink sink, Meanwhile meanwhile) {
     engine::gemm<Type>(
         launch, tiles, plan.tile, plan.k,
         /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,

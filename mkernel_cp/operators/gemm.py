@@ -1,5 +1,6 @@
 """What the operators that multiply have in common: a call, its checks, and its launch."""
 
+import abc
 from typing import Any, ClassVar
 
 import numpy as np
@@ -74,7 +75,7 @@ class GemmSpec:
         return isinstance(other, GemmSpec) and self._key() == other._key()
 
 
-class GemmOperator:
+class GemmOperator(abc.ABC):
     """An operator, planned once for shapes and dtypes, and called often.
 
     A subclass says what it asks for (`spec_type`), what its ranks agree on (`_agree`), and how its
@@ -135,25 +136,25 @@ class GemmOperator:
 
     # --- what an operator says --------------------------------------------------------------------
 
+    @abc.abstractmethod
     def _agreed_text(self) -> str:
         """Return all that the ranks must agree on, as text."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _agree(self, a: np.ndarray) -> bool:
         """Agree with the other ranks; return whether a is read in F order."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _make_plan(self, capacity: int) -> plans.GemmPlan:
         """Return the plan, for a GPU that runs so many agents at a time."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _constants(self, arena: Arena, base: int) -> Any:
         """Return the struct of the plan, for an arena that is mapped at `base` here."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
         """Return a as the kernel reads it; say in the message where it is, if peers read it."""
-        raise NotImplementedError
 
     def _choose_tile(self) -> Any:
         spec, gpu = self._spec, self._comm.machine.gpu

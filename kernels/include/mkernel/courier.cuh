@@ -121,8 +121,10 @@ public:
 #if MK_BULK_COPIES
         if (aligned) bytes = (bytes + 15) / 16 * 16;
         if (aligned || (Belt::fits(scratch_) && lines > 0 && bytes > 0 && Belt::takes(to, from, bytes))) {
-            if (launch_.agent().lane() == 0)
+            if (launch_.agent().lane() == 0) {
+                ptx::fence_global_to_async();  // this lane has acquired what the copy engine is to read
                 belt_.put(to, from, lines, bytes, signal, [&](u64* of) { raise(of, Completed()); });
+            }
             return;
         }
 #endif

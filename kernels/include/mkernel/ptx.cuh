@@ -240,7 +240,7 @@ MK_DEVICE void acquire_map(const TensorMap* map) {
     if (__isGlobal(map)) asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 
-// What is known to have been written to global memory may be read by tensor copies.
+// What is known to have been written to global memory may be read by bulk and tensor copies.
 MK_DEVICE void fence_global_to_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // What this thread wrote to shared memory may be read by tensor copies, once they are ordered behind this thread.
