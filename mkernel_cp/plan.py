@@ -128,6 +128,8 @@ class Gpu:
 # of 8 warps, and barriers and the like.
 _STRIP_BYTES = 8 * 16 * (128 + 16)
 _CONTROL_BYTES = 1024
+# Bytes of a line of a piece of the result, which is staged and delivered at once on GPUs.
+_PIECE_LINE = 128
 # The shortest and the longest line of a panel.
 _LINE_BYTES = 128, 1024
 
@@ -157,6 +159,10 @@ class HostTile:
     def part(self) -> tuple[int, int]:
         """Rows and columns of a finished tile that are delivered together."""
         return self.tile[:2]
+
+    def piece_columns(self, dtype: np.dtype) -> int:
+        """Return the columns of a piece of a part, which is delivered at once: of the whole."""
+        return self.part[1]
 
     def defines(self, dtype: np.dtype) -> dict[str, int]:
         """Return no macros: the tile is a run-time value."""
@@ -201,6 +207,10 @@ class PortableTile:
     def part(self) -> tuple[int, int]:
         """Rows and columns of a finished tile that are delivered together: those of a warp."""
         return self.tile[0] // 2, self.tile[1] // 4
+
+    def piece_columns(self, dtype: np.dtype) -> int:
+        """Return the columns of a piece of a part, which is delivered at once, for staged sums."""
+        return min(self.part[1], _PIECE_LINE // accumulator_dtype(dtype).itemsize)
 
     def defines(self, dtype: np.dtype) -> dict[str, int]:
         """Return the macros that say so; none for what the header takes by itself."""
@@ -281,6 +291,10 @@ class HopperTile:
     def part(self) -> tuple[int, int]:
         """Rows and columns of a finished tile that are delivered together: half a block's."""
         return self.tile[0] // self.cluster // 2, self.tile[1]
+
+    def piece_columns(self, dtype: np.dtype) -> int:
+        """Return the columns of a piece of a part, which is delivered at once, for staged sums."""
+        return _PIECE_LINE // accumulator_dtype(dtype).itemsize
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return the shared memory of a thread block."""
@@ -567,6 +581,8 @@ class GemmReduceScatterPlan(GemmPlan):
         Of partial sums on their way.
     part : tuple of int
         (rows, columns) of a tile that are pushed and added together.
+    piece_columns : int
+        Columns of a part that lie together in a slot.
     zones : tuple of (int, int)
         (slots, bytes of one) of each landing zone, on every rank alike.
     """
@@ -576,6 +592,7 @@ class GemmReduceScatterPlan(GemmPlan):
 
     transfer_dtype: np.dtype
     part: tuple[int, int]
+    piece_columns: int
     zones: tuple[tuple[int, int], ...]
 
     @property
@@ -757,21 +774,13 @@ def choose_split(
     most_movers: int,
     options: Options,
     capacity: int,
-    *,
-    beside: bool = True,
 ) -> tuple[int, int]:
-    """Return how many agents move and how many compute so many tiles.
-
-    `beside`: what movers do, a compute agent can do beside its work, if its engine has a part for
-    that.
-    """
+    """Return how many agents move and how many compute so many tiles."""
     if options.split:
         movers, compute = options.split
     elif chosen.engine == "hopper":
         # A warp of each block moves.
-        movers = 0 if beside or ranks == 1 else round_up(most_movers, chosen.cluster)
-        clusters = min((capacity - movers) // chosen.cluster, max(1, tiles))
-        compute = clusters * chosen.cluster
+        movers, compute = 0, min(capacity // chosen.cluster, max(1, tiles)) * chosen.cluster
     elif chosen.engine == "host":
         cores = len(os.sched_getaffinity(0))
         movers, compute = 1, max(1, min(2, cores // ranks, tiles))
@@ -823,8 +832,7 @@ def plan_reduction(
     """
     ranks, tiles = len(row_counts), sum(tile_counts(row_counts, n, chosen.tile))
     whole = kind is GemmAllReducePlan
-    most = _COLLECTORS if whole else 1
-    split = choose_split(chosen, ranks, tiles, most, options, capacity, beside=not whole)
+    split = choose_split(chosen, ranks, tiles, _COLLECTORS if whole else 1, options, capacity)
     more = {}
     if whole:
         across, waves = math.ceil(n / chosen.tile[1]), tiles * chosen.cluster // (2 * split[1])
@@ -844,6 +852,7 @@ def plan_reduction(
         split=split,
         shared_bytes=chosen.shared_bytes(dtype, accumulator_dtype(dtype)),
         part=chosen.part,
+        piece_columns=chosen.piece_columns(dtype),
         zones=reduction_zones(kind, row_counts, n, out_dtype, transfer_dtype, chosen),
         **more,
     )

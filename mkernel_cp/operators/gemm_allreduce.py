@@ -120,13 +120,6 @@ class GemmAllReduce(ReductionOperator):
     ):
         self._plan(a, b, comm, out, stream, dtype=dtype, options=options)
 
-    def _choose_tile(self) -> Any:
-        spec, gpu = self._spec, self._comm.machine.gpu
-        if gpu is None:
-            return super()._choose_tile()
-        # The loop over stripes costs the Hopper engine registers, and its multiplies their overlap.
-        return plans.portable_tile(spec.dtype, spec.options, gpu.shared_bytes)
-
     def _constants(self, arena: Arena, base: int) -> Any:
         return structs.shared().GemmAllReducePlan(
             reduction=super()._constants(arena, base),

@@ -103,6 +103,7 @@ class ReductionOperator(GemmOperator):
             tile=structures.TileShape(*plan.tile),
             part_rows=plan.part[0],
             part_columns=plan.part[1],
+            piece_columns=plan.piece_columns,
             row_start=self._constant("row_start", np.array(plan.row_start, np.int64)),
             partials=self._zone(arena, 0),
         )

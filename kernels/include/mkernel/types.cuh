@@ -194,6 +194,7 @@ struct GemmReduceScatterPlan {
     TileShape tile;
     i64 part_rows;      // of a part of a tile, which is pushed and added at once
     i64 part_columns;
+    i64 piece_columns;  // of a piece of a part, which is delivered at once
     i64* row_start;     // [rank]: the first of the rows that it owns, and the total behind the last
     ZonePlan partials;  // [ring distance from the owner - 1][part of the owner's tiles]
 };

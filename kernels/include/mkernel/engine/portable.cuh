@@ -16,6 +16,8 @@ namespace engine {
 
 constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // blocks that share a tile
+constexpr bool has_time = false;  // nobody does anything beside the tiles
+constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
 constexpr u32 warp_size = 32;
 constexpr u32 producers = 4, consumers = 8;
 constexpr u32 loaders = producers * warp_size;
