@@ -42,6 +42,38 @@ def test_equals_reference(case):
 
 
 @pytest.mark.operator(world=2)
+@pytest.mark.parametrize(("a_order", "b_order"), ["CC", "CF", "FC", "FF"])
+def test_operands_may_be_rounded_to_tf32(a_order, b_order):
+    orders = {"a_order": a_order, "b_order": b_order}
+    case = Case("tf32", (70, 33), 100, (45, 129), "float32", "float32", **orders)
+
+    def program(comm):
+        options = mk.Options(tf32=True)
+        a_blocks, b_blocks = operands(case, 5)
+        expected = mk.reference.allgather_gemm(a_blocks, b_blocks[comm.rank], tf32=True)
+        out = call(comm, case, 5, options=options)
+        expected.assert_close(out)
+        assert worlds.expected(case, 5, comm.rank).check(out) > 1  # it is not plain float32
+        exact = call(comm, case, 6, options=options, integers=True)
+        expected = worlds.expected(case, 6, comm.rank, integers=True)
+        np.testing.assert_array_equal(exact, expected.value)
+
+    worlds.run(2, program)
+
+
+@pytest.mark.operator(world=2)
+def test_a_call_keeps_to_a_budget_of_multiprocessors():
+    def program(comm):
+        a, b = (worlds.put(comm, np.ones((500, 500), np.float16)) for _ in "ab")
+        for budget in (8, 10_000):
+            with mk.AllGatherGemm(a, b, comm=comm, options=mk.Options(sm_budget=budget)) as step:
+                np.testing.assert_array_equal(worlds.get(comm, step(a, b)), 500)
+                assert comm.target == "host" or budget > 8 or sum(step.plan.split) <= 8
+
+    worlds.run(2, program)
+
+
+@pytest.mark.operator(world=2)
 @pytest.mark.parametrize(
     ("m", "n", "k"),
     [(1, 8, 147456), (17, 640, 4096), (127, 264, 72), (64, 1536, 16), (1000, 8, 72)],
@@ -317,6 +349,7 @@ WRONG = {
     "out of another shape": (ValueError, "the result has", A, B, {"out": np.ones((8, 6))}),
     "out of another dtype": (TypeError, "dtype=", A, B, {"out": np.ones((8, 5), np.float32)}),
     "options": (TypeError, "Options", A, B, {"options": {"tile": 3}}),
+    "tf32 of float64": (TypeError, "float32", A, B, {"options": mk.Options(tf32=True)}),
     "a mask": (TypeError, "masked", np.ma.masked_array(A), B, {}),
 }
 

@@ -48,6 +48,10 @@ class GemmSpec:
         if options is not None and not isinstance(options, plans.Options):
             raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
         self.options = options or plans.Options()
+        if self.options.tf32 and self.dtype != np.float32:
+            raise TypeError(
+                f"Options(tf32=True) with operands of {self.dtype}: it rounds float32; leave it out"
+            )
 
     def _key(self) -> tuple:
         return (
@@ -129,7 +133,7 @@ class GemmOperator(abc.ABC):
         self._kernel, capacity = self._load(self._a_by_columns), 0
         if comm.machine.gpu is not None:
             capacity = self._kernel.capacity(
-                self._tile.shared_bytes(spec.dtype, self._staged_dtype())
+                self._tile.shared_bytes(spec.dtype, self._staged_dtype()), spec.options.sm_budget
             )
         self.plan = self._make_plan(capacity)
         self._bind(comm.arena)
@@ -169,7 +173,8 @@ class GemmOperator(abc.ABC):
 
     def _type_defines(self) -> dict[str, str]:
         """Return the macros that say what the kernel's dtypes are."""
-        return plans.type_defines(self._spec.dtype, self._spec.out_dtype)
+        spec = self._spec
+        return plans.type_defines(spec.dtype, spec.out_dtype, tf32=spec.options.tf32)
 
     # --- kernel and structs -----------------------------------------------------------------------
 
