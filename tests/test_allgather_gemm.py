@@ -5,6 +5,7 @@ import worlds
 from shapes import DTYPES, Case, cases, operands
 
 import mkernel_cp as mk
+from mkernel_cp.operators import operands as operators
 from mkernel_cp.operators.operands import Operand
 
 CASES = [
@@ -384,6 +385,36 @@ def test_read_only_broadcast_and_overlapping_outputs_are_refused():
             mk.allgather_gemm(square, room[:8], comm=comm, out=room[4:])
 
     worlds.run(2, program)
+
+
+@pytest.mark.parametrize("row_counts", [None, (8,), [8]], ids=str)
+def test_a_question_that_is_asked_again_is_not_checked_again(monkeypatch, row_counts):
+    """As on GPUs, where arrays have an address that says it all."""
+
+    def key(machine, *arrays):
+        return tuple((x.ctypes.data, x.shape, x.strides, x.dtype) for x in arrays)
+
+    monkeypatch.setattr("mkernel_cp.targets.host.HostTarget.key", key)
+    checks = []
+    matrix = operators.matrix
+    monkeypatch.setattr(operators, "matrix", lambda *x: checks.append(x) or matrix(*x))
+
+    def program(comm):
+        a, out, other = np.ones((8, 6)), np.zeros((8, 5)), np.zeros((8, 5))
+        for step in range(4):
+            checks.clear()
+            a[...] = step
+            mk.allgather_gemm(a, B, comm=comm, row_counts=row_counts, out=out)
+            np.testing.assert_array_equal(out, 6 * step)
+            hashable = not isinstance(row_counts, list)
+            assert (checks == []) is (hashable and step > 0)
+        np.testing.assert_array_equal(
+            mk.allgather_gemm(a, B, comm=comm, row_counts=row_counts, out=other), out
+        )
+        with pytest.raises(ValueError, match="row_counts"):
+            mk.allgather_gemm(a, B, comm=comm, row_counts=(9,), out=out)
+
+    worlds.run(1, program)
 
 
 def test_a_plan_refuses_other_operands():
