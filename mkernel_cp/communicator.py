@@ -263,7 +263,8 @@ class Communicator:
         self._arena: Arena | None = None
         self._agreements: dict[int, Any] = {}
         self._pulse: dict[int, tuple[int, float]] = {}
-        self.plans: dict[Any, Any] = {}
+        self.plans: dict[Any, Any] = {}  # by what was asked for
+        self.answers: dict[Any, Any] = {}  # the same, by the arrays and arguments of calls
         self._kernels: dict[Any, Any] = {}
         self.hooks = TestHooks()
         self._make_world()

@@ -17,7 +17,9 @@ from mkernel_cp import compiler
 
 TESTS = Path(__file__).parent
 QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
-SUMS = ("test_interleavings.py", "test_failure.py", "test_reductions.py")
+INTERLEAVINGS = ("test_interleavings.py",)
+FAILURES = ("test_failure.py",)
+SUMS = ("test_reductions.py",)
 SANITIZED = ("test_thread_sanitizer.py",)
 ATTENTION = ("test_ring_attention.py",)
 
@@ -130,8 +132,8 @@ MUTANTS = {
     ),
     "N tail": Mutant(
         H + "schedule.cuh",
-        "block(rest / height, tile().columns, tiles_.grid_.columns.size())",
-        "block(rest / height, tile().columns, tiles_.grid_.columns.size() - 1)",
+        "block(before_ + rest / height, tile().columns, tiles_.grid_.columns)",
+        "block(before_ + rest / height, tile().columns, tiles_.grid_.columns - 1)",
     ),
     "K tail": Mutant(
         H + "engine/host.cuh",
@@ -150,34 +152,31 @@ MUTANTS = {
     ),
     "there and back": Mutant(
         H + "schedule.cuh",
-        "forth_ = 2 * (wave % 2 ? agent : agents - 1 - agent) + 1;",
+        "forth_ = 2 * (agents - 1 - agent) + 1;",
         "forth_ = 2 * agents - 1;",
     ),
-    "tiles that were shared out before": Mutant(
-        H + "schedule.cuh",
-        "- before;\n            forth_",
-        "- before + 1;\n            forth_",
-        SUMS,
+    "columns of another stripe": Mutant(
+        H + "schedule.cuh", "block(before_ + rest / height", "block(rest / height", SUMS
     ),
     "order of sums": Mutant(
         H + "reduction.cuh",
-        "const u8* from = first;\n            MK_NO_UNROLL\n"
+        "const Partial* from = pushed;\n            MK_NO_UNROLL\n"
         "            for (u32 peer = 0; peer < peers; ++peer, from += to_next) {",
-        "const u8* from = first + i64(peers - 1) * to_next;\n"
+        "const Partial* from = pushed + i64(peers - 1) * to_next;\n"
         "            for (u32 peer = 0; peer < peers; ++peer, from -= to_next) {",
         SUMS,
     ),
     "slot of another source": Mutant(
         H + "reduction.cuh",
-        "(launch.rank() + launch.size() - piece.source) % launch.size()",
-        "(piece.source + launch.size() - launch.rank()) % launch.size()",
+        "around(launch.rank(), launch.size() - piece.source, launch.size())",
+        "around(piece.source, launch.size() - launch.rank(), launch.size())",
         SUMS,
     ),
     "wait for partial sums": Mutant(
         H + "reduction.cuh",
         WAIT_FOR_PARTIALS,
         "if ((void)partial, !launch.live())",
-        SUMS,
+        INTERLEAVINGS,
     ),
     "wait for partial sums, sanitized": Mutant(
         H + "reduction.cuh",
@@ -189,40 +188,37 @@ MUTANTS = {
         H + "reduction.cuh",
         "return launch.await_call(part.source, plan_->digest);",
         "return launch.live();",
-        SUMS,
+        INTERLEAVINGS,
     ),
     "push after a failure": Mutant(
         H + "reduction.cuh",
-        "if (!launch.live()) return Writes().complete(launch.agent());",
-        "",
-        SUMS,
+        "if (launch.live()) store_sums",
+        "store_sums",
+        FAILURES,
     ),
     "NaN in place of a sum": Mutant(
         H + "reduction.cuh",
-        "if (!launch.live()) this->fill(agent, piece, not_a_number<T>());\n        else if",
-        "if",
-        SUMS,
+        "if (!launch.live()) {\n            this->fill",
+        "if (false) {\n            this->fill",
+        INTERLEAVINGS,
     ),
     "partial sums in the output's type": Mutant(
-        "gemm_reduce_scatter.cu", "Push<PartialType>(plan)", "Push<Type>(plan)", SUMS
+        "gemm_reduce_scatter.cu", "Push<SumType, PartialType>", "Push<SumType, Type>", SUMS
     ),
     "own rows first": Mutant(
         "gemm_reduce_scatter.cu",
-        "        multiply(launch, plan, p, of_peers(),",
-        "        multiply(launch, plan, p, own(),\n"
-        "                 Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),\n"
-        "                 [](Launch self, Scratch) { return self.live(); });\n"
-        "        multiply(launch, plan, p, of_peers(),",
-        SUMS,
+        "{1, size + 1}",
+        "{0, size}",
+        INTERLEAVINGS,
     ),
     "greeting": Mutant(
-        H + "world.cuh", "if (!await_call(peer, message.digest)) return false;", "", SUMS
+        H + "world.cuh", "if (!await_call(peer, message.digest)) return false;", "", FAILURES
     ),
     "wait for sums": Mutant(
         H + "reduction.cuh",
         "if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))",
         "if ((void)sum, !launch.live())",
-        SUMS,
+        INTERLEAVINGS,
     ),
     "attention: gate wait": Mutant(
         H + "attention.cuh",
@@ -307,7 +303,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "cache")
-        for tests in (QUICK, SUMS, SANITIZED, ATTENTION):
+        for tests in dict.fromkeys(MUTANTS[name].tests for name in names):
             result = run(original, tests, cache)
             if result.returncode:
                 print(result.stdout[-4000:], result.stderr[-2000:])

@@ -19,7 +19,7 @@ KERNELS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
 # same number, consumers of a tile lack a few between panels. Whoever sums over ranks lacks some
 # while it delivers a tile.
 MAY_SPILL = {
-    ("allgather_gemm", "sm_80"): 64,
+    ("allgather_gemm", "sm_80"): 96,
     ("gemm_reduce_scatter", "sm_80"): 384,
     ("gemm_reduce_scatter", "sm_90a"): 192,
     ("gemm_allreduce", "sm_80"): 960,
@@ -32,6 +32,7 @@ TYPES = [
     ("float16", "float16"),
     ("float16", "float"),
     ("float", "float"),
+    ("tfloat32", "float"),
     ("double", "double"),
 ]
 # No macro at all: as plain cupy.RawModule compiles it.

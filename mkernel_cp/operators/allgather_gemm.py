@@ -130,7 +130,8 @@ class AllGatherGemm(GemmOperator):
 
     def _agreed_text(self) -> str:
         spec, chunk = self._spec, self._spec.options.chunk_bytes
-        tail = "" if chunk is None else f", chunk_bytes={chunk}"
+        tail = plans.tf32_text(spec.options.tf32)
+        tail += "" if chunk is None else f", chunk_bytes={chunk}"
         return (
             f"allgather_gemm(row_counts={list(spec.row_counts)}, K={spec.k}, "
             f"{spec.dtype.name} -> {spec.out_dtype.name}{tail})"
