@@ -20,6 +20,11 @@ QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
 INTERLEAVINGS = ("test_interleavings.py",)
 FAILURES = ("test_failure.py",)
 SUMS = ("test_reductions.py",)
+ONE_SHOT = (
+    "test_interleavings.py::test_every_interleaving_gives_the_right_result[one shot-1-split1-4000]",
+    "test_reductions.py::test_sums_start_with_the_owner_and_go_around_the_ring",
+    "test_interleavings.py::test_a_stopped_rank_ends_all_waits_at_a_deadline",
+)
 SANITIZED = ("test_thread_sanitizer.py",)
 ATTENTION = ("test_ring_attention.py",)
 
@@ -219,6 +224,31 @@ MUTANTS = {
         "if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))",
         "if ((void)sum, !launch.live())",
         INTERLEAVINGS,
+    ),
+    "one shot: words of an earlier call": Mutant(
+        H + "one_shot.cuh",
+        "first < launch.target(0) && !launch",
+        "first == 0 && !launch",
+        ONE_SHOT,
+    ),
+    "one shot: half a pair": Mutant(
+        H + "one_shot.cuh",
+        "if (second < launch.target(0) && !launch.wait_alone(words + 2 * i + 1, 0, subject)) return "
+        "false;",
+        "",
+        ONE_SHOT,
+    ),
+    "one shot: order of sums": Mutant(
+        H + "one_shot.cuh",
+        "const u64 peer = around(owner, step, size);",
+        "const u64 peer = around(owner, size - step, size);",
+        ONE_SHOT,
+    ),
+    "one shot: NaN after a failure": Mutant(
+        H + "one_shot.cuh",
+        "all ? narrow<T>(sums.values[i]) : not_a_number<T>()",
+        "narrow<T>(sums.values[i])",
+        ONE_SHOT,
     ),
     "attention: gate wait": Mutant(
         H + "attention.cuh",

@@ -12,6 +12,8 @@ from .job import say
 
 # And whether partial sums travel, whose dtype then is that of the operands.
 OPERATORS = (("allgather_gemm", False), ("gemm_reduce_scatter", True), ("gemm_allreduce", True))
+# Kernels of an operator, where it has more than that of its name.
+_KERNELS = {"gemm_allreduce": ("gemm_allreduce", "gemm_allreduce_one_shot")}
 
 
 _FLOAT32 = np.dtype(np.float32)
@@ -20,7 +22,12 @@ _FLOAT32 = np.dtype(np.float32)
 def compile_kernels(arguments: argparse.Namespace) -> int:
     """Compile every operator for every dtype and the default tile; return the exit code."""
     start, before = time.monotonic(), compiler.compile_count()
-    chosen = [one for one in OPERATORS if arguments.operator in (None, one[0])]
+    chosen = [
+        (kernel, sums)
+        for name, sums in OPERATORS
+        if arguments.operator in (None, name)
+        for kernel in _KERNELS.get(name, (name,))
+    ]
     kinds = [(dtype, dtype, False) for dtype in plan.DTYPES]
     kinds += [(dtype, _FLOAT32, dtype == _FLOAT32) for dtype in plan.DTYPES if dtype.itemsize < 8]
     kernels = 0

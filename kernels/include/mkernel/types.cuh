@@ -213,7 +213,8 @@ struct GemmReduceScatterParams {
 
 // What does not change from call to call of gemm_allreduce.
 struct GemmAllReducePlan {
-    GemmReduceScatterPlan reduction;
+    GemmReduceScatterPlan reduction;  // of one shot: partials.signals are words, [source][row][column]
+    i64* all_rows;  // 0 and M
     i64 stripe;     // columns that are summed and handed out before the next ones
     ZonePlan sums;  // [part, counted over all owners]
 };
