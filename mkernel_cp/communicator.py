@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import errors, lifetime, settings, structs
+from . import errors, lifetime, settings, structs, tuning
 from .failure import Awaited, Reason, Role
 from .host_pages import (
     ANNOUNCED,
@@ -173,6 +173,7 @@ class Communicator:
             self._settle(target, nodes, entry_timeout, progress_timeout, oversubscribe)
             self._choose_machine(device, oversubscribe)
             self._share_pages()
+            self._share_tuning()
             self._self_test()
         except BaseException:
             self._dismantle()
@@ -298,6 +299,12 @@ class Communicator:
 
         tickets = self.mpi.allgather(self._together(create))
         return self._together(lambda: machine.open(created[0], tickets, lambda peer: None))
+
+    def _share_tuning(self) -> None:
+        """Take the choices that rank 0 knows of, so that all have the same."""
+        card = tuning.card_of(self.device)
+        known = self._together(lambda: self.rank == 0 and tuning.load(card, self.size))
+        self.tuning = tuning.Table(self.mpi.allgather(known)[0])
 
     def _make_world(self) -> None:
         """Fill in the struct by which kernels know this communicator."""

@@ -31,7 +31,8 @@ class Options:
     Parameters
     ----------
     split : tuple of int, optional
-        (movers, compute): agents per role. Without movers compute agents do their work too.
+        (movers, compute): agents per role; None for compute means as many as there is room and
+        work for. Without movers compute agents do their work too.
     tile : tuple of int, optional
         (rows, columns, k) of what an agent computes at a time, each at least 1.
     chunk_bytes : int, optional
@@ -51,7 +52,7 @@ class Options:
     >>> mk.allgather_gemm(a, b, comm=comm, options=mk.Options(split=(2, 6)))
     """
 
-    split: tuple[int, int] | None = None
+    split: tuple[int, int | None] | None = None
     tile: tuple[int, int, int] | None = None
     chunk_bytes: int | None = None
     transfer_dtype: Any = None
@@ -67,17 +68,19 @@ class Options:
             value = getattr(self, name)
             if value is not None:
                 try:
-                    value = tuple(operator.index(extent) for extent in value)
+                    free = name == "split" and len(value) == length and value[1] is None
+                    given = value[:1] if free else value
+                    value = tuple(operator.index(extent) for extent in given)
                 except TypeError:
                     raise TypeError(f"Options({name}={value!r}): use {length} integers") from None
                 least = (0, 1) if name == "split" else (1,) * length
-                if len(value) != length or not all(
-                    low <= extent <= 1024 for low, extent in zip(least, value, strict=True)
+                if len(value) != length - free or not all(
+                    low <= extent <= 1024 for low, extent in zip(least, value, strict=False)
                 ):
                     raise ValueError(
                         f"Options({name}={value}): use {length} numbers from {least} to 1024"
                     )
-                object.__setattr__(self, name, value)
+                object.__setattr__(self, name, (*value, None) if free else value)
         for name in ("chunk_bytes", "sm_budget"):
             value = getattr(self, name)
             if value is not None:
@@ -352,6 +355,7 @@ _HOPPER_TILES = (
     (128, 128, 1, 0.9),
     (128, 64, 1, 0.6),
 )
+HOPPER_TILES = tuple((*shape[:2], _HOPPER_GATE) for shape in _HOPPER_TILES)
 _HOPPER_TILE_K = 700  # of k, what the start and the end of a tile take as long as
 
 
@@ -815,18 +819,19 @@ def choose_split(
     capacity: int,
 ) -> tuple[int, int]:
     """Return how many agents move and how many compute so many tiles."""
-    if options.split:
-        movers, compute = options.split
-    elif chosen.engine == "hopper":
-        # A warp of each block moves.
-        movers, compute = 0, min(capacity // chosen.cluster, max(1, tiles)) * chosen.cluster
-    elif chosen.engine == "host":
-        cores = len(os.sched_getaffinity(0))
-        movers, compute = 1, max(1, min(2, cores // ranks, tiles))
-    else:
-        movers = max(1, min(capacity // 2, most_movers))
-        compute = max(1, min(capacity - (movers if ranks > 1 else 0), tiles))
-    split = (0 if ranks == 1 else movers, compute)
+    movers, compute = options.split or (None, None)
+    if movers is None:
+        if chosen.engine == "hopper":
+            movers = 0  # a warp of each block moves
+        else:
+            movers = 1 if chosen.engine == "host" else max(1, min(capacity // 2, most_movers))
+    movers = 0 if ranks == 1 else movers
+    if compute is None:
+        room = max(1, (capacity - movers) // chosen.cluster)
+        if chosen.engine == "host":
+            room = max(1, min(2, len(os.sched_getaffinity(0)) // ranks))
+        compute = min(room, max(1, tiles)) * chosen.cluster
+    split = movers, compute
     if chosen.engine == "host":
         return split
     if chosen.engine == "portable" and ranks > 1 and not movers:
@@ -842,8 +847,8 @@ def choose_split(
     if sum(split) > capacity:
         if options.split:
             raise ValueError(
-                f"Options(split={split}): {capacity} agents run at a time, on the GPU or within "
-                "sm_budget; use fewer"
+                f"Options(split={options.split}): {capacity} agents run at a time, on the GPU or "
+                "within sm_budget; use fewer"
             )
         raise ValueError(
             f"Options(sm_budget={options.sm_budget}): {capacity} agents run at a time, and this "
