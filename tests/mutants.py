@@ -227,13 +227,13 @@ MUTANTS = {
     ),
     "one shot: words of an earlier call": Mutant(
         H + "one_shot.cuh",
-        "first < launch.target(0) && !launch",
-        "first == 0 && !launch",
+        "const u64 goal = launch.target(0);",
+        "const u64 goal = 1;",
         ONE_SHOT,
     ),
     "one shot: half a pair": Mutant(
         H + "one_shot.cuh",
-        "second < launch.target(0) && !launch",
+        "second < goal && !launch",
         "false && !launch",
         ONE_SHOT,
     ),

@@ -55,14 +55,15 @@ struct alignas(8) Told {
 
     // Waits until all have come; false if that is in vain.
     MK_DEVICE bool hear(Launch& launch, const u64* words, Subject subject) {
+        const u64 goal = launch.target(0);
         u64 halves[pairs];
         MK_UNROLL
         for (u32 i = 0; i < pairs; ++i) {
             u64 first, second;
             load_pair(words + 2 * i, first, second);
-            if (first < launch.target(0) && !launch.wait_alone(words + 2 * i, 0, subject)) return false;
-            if (second < launch.target(0) && !launch.wait_alone(words + 2 * i + 1, 0, subject)) return false;
-            if (first < launch.target(0) || second < launch.target(0)) load_pair(words + 2 * i, first, second);
+            if (first < goal && !launch.wait_alone(words + 2 * i, 0, subject)) return false;
+            if (second < goal && !launch.wait_alone(words + 2 * i + 1, 0, subject)) return false;
+            if (first < goal || second < goal) load_pair(words + 2 * i, first, second);
             halves[i] = u32(first) | second << 32;
         }
         memcpy(values, halves, sizeof values);
