@@ -177,11 +177,11 @@ protected:
     Parts parts_;
 
 private:
-    // Adds to what is staged.
+    // Adds to what is staged; whole lines, so that what a slot holds is one run.
     template <u32 width, class View>
     MK_DEVICE void add(Launch& launch, const Tile& piece, View staged, const Partial* pushed) const {
-        const u32 lanes = launch.agent().lanes(), pitch = parts_.piece_columns(), peers = u32(launch.size() - 1);
-        const u32 length = u32(piece.columns.size()) / width, count = u32(piece.rows.size()) * length;
+        const u32 lanes = launch.agent().lanes(), peers = u32(launch.size() - 1);
+        const u32 length = parts_.piece_columns() / width, count = u32(piece.rows.size()) * length;
         const i64 to_next = parts_.count(launch.rank()) * (plan_->partials.slot_bytes / i64(sizeof(Partial)));
         for (u32 first = launch.agent().lane(); first < count; first += batch * lanes) {
             const Partial* from = pushed;
@@ -191,7 +191,7 @@ private:
                 MK_UNROLL
                 for (u32 i = 0; i < batch; ++i)
                     if (const u32 run = first + i * lanes; run < count)
-                        terms[i] = Elements<Partial, width>::at(from + run / length * pitch + run % length * width);
+                        terms[i] = Elements<Partial, width>::at(from + run * width);
                 MK_UNROLL
                 for (u32 i = 0; i < batch; ++i)
                     if (const u32 run = first + i * lanes; run < count) {
