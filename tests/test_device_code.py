@@ -21,9 +21,9 @@ KERNELS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "gemm_allr
 MAY_SPILL = {
     ("allgather_gemm", "sm_80"): 96,
     ("gemm_reduce_scatter", "sm_80"): 384,
-    ("gemm_reduce_scatter", "sm_90a"): 64,
+    ("gemm_reduce_scatter", "sm_90a"): 192,
     ("gemm_allreduce", "sm_80"): 960,
-    ("gemm_allreduce", "sm_90a"): 160,
+    ("gemm_allreduce", "sm_90a"): 96,
     ("gemm_allreduce_one_shot", "sm_80"): 160,
     ("gemm_allreduce_one_shot", "sm_90a"): 64,
 }

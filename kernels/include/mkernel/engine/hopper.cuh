@@ -43,7 +43,7 @@ namespace engine {
 constexpr bool aligned_rows = true;  // of 16 bytes, as tensor copies want them
 constexpr u32 cluster = MK_CLUSTER;  // blocks that share a tile
 constexpr bool has_time = true;      // a warp does meanwhile() beside the tiles
-constexpr u32 sink_loads = 8;  // that a lane of a sink may have under way: registers for so many are there
+constexpr u32 sink_loads = 6;  // that a lane of a sink may have under way: registers for so many are there
 constexpr u32 consumers = 2;
 constexpr u32 line_bytes = 128;      // of shared memory, within which tensor copies swizzle
 constexpr u32 strip_rows = 64;       // of one matrix instruction
