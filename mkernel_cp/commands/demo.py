@@ -254,14 +254,13 @@ class _Operator:
     name: str
     cases: Callable[[int], Iterator[Any]]
     run: Callable[[Communicator, Any], _Measured]
-    targets: tuple[str, ...] = ("host", "cuda")
 
 
 _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm),
     _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter),
     _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
-    _Operator("ring_attention", _attention_cases, _ring_attention, ("host",)),
+    _Operator("ring_attention", _attention_cases, _ring_attention),
 )
 
 
@@ -278,7 +277,7 @@ def demo(comm: Communicator, arguments: argparse.Namespace) -> int:
         print(_line([heading for heading, _ in _HEADINGS]), flush=True)
     rows = []
     for operator in _OPERATORS:
-        for case in operator.cases(comm.size) if comm.target in operator.targets else ():
+        for case in operator.cases(comm.size):
             rows.append(_run(comm, operator, case))
             if verbose:
                 print(rows[-1], flush=True)
