@@ -310,6 +310,11 @@ class HopperTile:
     engine: ClassVar[str] = "hopper"
 
     @property
+    def halves(self) -> bool:
+        """Whether a tile of half as many columns takes half the time."""
+        return self.cluster == 1 and self.tile[1] % 128 == 0
+
+    @property
     def part(self) -> tuple[int, int]:
         """Rows and columns of a finished tile that are delivered together: half a block's."""
         return self.tile[0] // self.cluster // 2, self.tile[1]
@@ -352,9 +357,10 @@ _HOPPER_TILES = (
     (128, 256, 1, 1.0),
     (256, 256, 2, 1.01),
     (128, 192, 1, 0.96),
-    (128, 128, 1, 0.9),
+    (128, 128, 1, 0.8),
     (128, 64, 1, 0.6),
 )
+_HALF_TILE = 0.55  # of the time of a whole one
 HOPPER_TILES = tuple((*shape[:2], _HOPPER_GATE) for shape in _HOPPER_TILES)
 _HOPPER_TILE_K = 700  # of k, what the start and the end of a tile take as long as
 
@@ -375,9 +381,12 @@ def _hopper_tile(
 
 
 def hopper_tile(
-    row_counts: tuple[int, ...], n: int, options: Options, gpu: Gpu, k: int
+    row_counts: tuple[int, ...], n: int, options: Options, gpu: Gpu, k: int, *, halves: bool = False
 ) -> HopperTile | None:
-    """Choose the tile of engine/hopper.cuh; None if the options ask for one that it cannot take."""
+    """Choose the tile of engine/hopper.cuh; None if the options ask for one that it cannot take.
+
+    `halves`: the last tiles may be halved.
+    """
     ranks = len(row_counts)
     if options.tile is not None:
         rows, columns, gate = options.tile
@@ -386,14 +395,19 @@ def hopper_tile(
 
     processors = min(gpu.processors, options.sm_budget or gpu.processors)
 
+    def make(candidate: tuple[int, int, int, float]) -> HopperTile:
+        rows, columns, cluster, _ = candidate
+        return _hopper_tile(rows, columns, _HOPPER_GATE, cluster, ranks, gpu.shared_bytes)
+
     def cost(candidate: tuple[int, int, int, float]) -> float:
         rows, columns, cluster, rate = candidate
         tiles = sum(math.ceil(count / rows) for count in row_counts) * math.ceil(n / columns)
-        waves = math.ceil(tiles / max(1, processors // cluster))
+        agents = max(1, processors // cluster)
+        half = halves and _halved(tiles, make(candidate), agents) > 0
+        waves = tiles // agents + _HALF_TILE if half else math.ceil(tiles / agents)
         return waves * rows / cluster * columns * (k + _HOPPER_TILE_K) / rate
 
-    rows, columns, cluster, _ = min(_HOPPER_TILES, key=cost)
-    return _hopper_tile(rows, columns, _HOPPER_GATE, cluster, ranks, gpu.shared_bytes)
+    return make(min(_HOPPER_TILES, key=cost))
 
 
 def gpu_tile(
@@ -404,11 +418,13 @@ def gpu_tile(
     out_dtype: np.dtype,
     options: Options,
     gpu: Gpu,
+    *,
+    halves: bool = False,
 ) -> PortableTile | HopperTile:
     """Choose the engine of a GPU and its tile."""
     tile = None
     if gpu.arch == "sm_90a" and dtype.itemsize == 2:
-        tile = hopper_tile(row_counts, n, options, gpu, k)
+        tile = hopper_tile(row_counts, n, options, gpu, k, halves=halves)
     return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
 
@@ -543,6 +559,8 @@ class AllGatherGemmPlan(GemmPlan):
         (rows, k) of what it does bring.
     phase_k : int
         So much of k comes from all ranks before more does.
+    whole_tiles : int
+        Tiles that are not halved; the last ones may be, for all agents to have some of them.
     """
 
     operator: ClassVar[str] = "allgather_gemm"
@@ -551,6 +569,7 @@ class AllGatherGemmPlan(GemmPlan):
     chunk_bytes: int
     chunk: tuple[int, int]
     phase_k: int
+    whole_tiles: int
 
     def chunks(self, rank: int) -> int:
         """Return in how many chunks the rows of a rank come."""
@@ -760,7 +779,7 @@ def plan_allgather_gemm(
     far as there is work for it.
     """
     chunk = chunk_shape(row_counts, k, dtype, options.chunk_bytes)
-    chosen = choose_tile(row_counts, n, k, dtype, out_dtype, options, gpu)
+    chosen = choose_tile(row_counts, n, k, dtype, out_dtype, options, gpu, halves=True)
     tiles = sum(tile_counts(row_counts, n, chosen.tile))
     chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
     ranks = len(row_counts)
@@ -780,10 +799,18 @@ def plan_allgather_gemm(
         chunk_bytes=options.chunk_bytes or _CHUNK_BYTES,
         chunk=chunk,
         phase_k=_phase_k(k, chunk[1], tiles * chosen.cluster <= split[1]),
+        whole_tiles=tiles - _halved(tiles, chosen, split[1]),
         split=split,
         shared_bytes=chosen.shared_bytes(dtype, out_dtype),
         tf32=options.tf32,
     )
+
+
+def _halved(tiles: int, chosen: HostTile | PortableTile | HopperTile, agents: int) -> int:
+    """Return how many of the last tiles are halved: all of the last wave, if it is half empty."""
+    rest = tiles % agents
+    whole = chosen.engine != "hopper" or not chosen.halves
+    return 0 if whole or tiles < agents or 2 * rest > agents else rest
 
 
 def _phase_k(k: int, chunk_k: int, at_once: bool) -> int:
@@ -803,11 +830,16 @@ def choose_tile(
     out_dtype: np.dtype,
     options: Options,
     gpu: Gpu | None,
+    *,
+    halves: bool = False,
 ) -> HostTile | PortableTile | HopperTile:
-    """Choose the engine and its tile, for a GPU or for the host target."""
+    """Choose the engine and its tile, for a GPU or for the host target.
+
+    `halves`: the last tiles may be halved.
+    """
     if gpu is None:
         return host_tile(row_counts, n, k, options)
-    return gpu_tile(row_counts, n, k, dtype, out_dtype, options, gpu)
+    return gpu_tile(row_counts, n, k, dtype, out_dtype, options, gpu, halves=halves)
 
 
 def choose_split(

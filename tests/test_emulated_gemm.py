@@ -16,7 +16,7 @@ from mkernel_cp import plan as plans
 
 ENGINES = {"portable": "sm_80", "hopper": "sm_90a"}
 # Of those of hopper: a small one, quick here, and one of two blocks that load for each other.
-NARROW, PAIR = (128, 64, 1, 1.0), (256, 256, 2, 0.1)
+NARROW, WIDE, PAIR = (128, 64, 1, 1.0), (128, 128, 1, 0.1), (256, 256, 2, 0.1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +25,7 @@ def compiled(kernels, tmp_path_factory):
         emulated.kernels(tmp_path_factory.mktemp("emulated") / "kernels"),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(plans, "_HOPPER_TILES", (NARROW, PAIR))
+        patch.setattr(plans, "_HOPPER_TILES", (NARROW, WIDE, PAIR))
         yield
 
 
@@ -99,6 +99,20 @@ def test_pairs_of_blocks(on):
         for seed in (1, 2):
             out = gather.call(comm, case, seed, options=options)
             worlds.expected(case, seed, comm.rank).assert_close(out)
+
+    on("hopper")
+    worlds.run(2, program)
+
+
+@pytest.mark.parametrize("order", "CF")
+def test_halved_tiles(on, order):
+    """The last wave is half empty: each of its tiles is two, of half as many columns."""
+    case = gathered("halves", (300, 150), 150, (100, 120), "bfloat16", b_order=order)
+    options = mk.Options(tile=(*WIDE[:2], 64))
+
+    def program(comm):
+        out = gather.call(comm, case, 1, options=options)
+        worlds.expected(case, 1, comm.rank).assert_close(out)
 
     on("hopper")
     worlds.run(2, program)

@@ -409,6 +409,28 @@ def test_a_budget_of_multiprocessors_that_is_too_small_is_named():
         plans.plan_allgather_gemm(*case, mk.Options(sm_budget=1), H100, 1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "whole"),
+    [(512, 7168, 396), (2048, 2048, 512), (1024, 1024, 128), (256, 256, 8), (2112, 2048, 528)],
+)
+def test_the_last_tiles_are_halved_where_most_agents_would_have_none(rows, n, whole):
+    options = mk.Options(tile=(128, 256, 512))
+    half = np.dtype(np.float16)
+    plan = plans.plan_allgather_gemm(0, (rows,) * 4, n, 8192, half, half, False, options, H100, 132)
+    tiles = 4 * -(-rows // 128) * -(-n // 256)
+    assert plan.whole_tiles == whole
+    assert whole == tiles or (tiles - whole) * 2 <= 132
+    pair = mk.Options(tile=(256, 256, 512))
+    plan = plans.plan_allgather_gemm(0, (512,) * 4, 7168, 8192, half, half, False, pair, H100, 132)
+    assert plan.whole_tiles == 8 * 28
+
+
+def test_tiles_that_can_be_halved_are_chosen_for_a_last_wave_that_is_half_empty():
+    shape = (512,) * 4, 7168, mk.Options(), H100, 8192
+    assert plans.hopper_tile(*shape, halves=True).tile[:2] == (128, 256)
+    assert plans.hopper_tile(*shape).tile[:2] == (128, 192)
+
+
 def test_a_small_budget_of_multiprocessors_gets_other_tiles_of_hopper():
     def tile(budget):
         options = mk.Options(sm_budget=budget)

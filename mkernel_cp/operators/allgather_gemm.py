@@ -185,6 +185,7 @@ class AllGatherGemm(GemmOperator):
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
             n=plan.n,
+            whole=plan.whole_tiles,
             tile=structures.TileShape(*plan.tile),
             landing=structures.LandingPlan(
                 by_columns=plan.by_columns,

@@ -66,11 +66,13 @@ struct Tile {
 
 // The tiles of one agent out of `agents`, stripe by stripe of the columns, and in each rank by rank around the ring: those
 // of rank + first step, of the step after it, ... Within a rank a group of row blocks, whose rows arrive together, comes
-// with all its columns before the next group.
-class RingTiles {
+// with all its columns before the next group. The last tiles may be halved, so that all agents have some of them.
+template <bool may_halve>
+class RingTilesOf {
 public:
     static constexpr u32 group = 8;  // row blocks that are worked on together: the columns of B stay in the L2 cache
     static constexpr i64 one_stripe = i64(1) << 40;  // of all columns
+    static constexpr bool halving = may_halve;
 
     struct Grid {
         u64 rank, size;
@@ -82,13 +84,14 @@ public:
         u64 first, end;  // 0 and `size` are the rank itself
     };
 
-    MK_DEVICE RingTiles(Grid grid, Steps steps, i64 stripe, u64 agent, u64 agents)
-        : grid_(grid), steps_(steps), stripe_(stripe), agent_(agent), agents_(agents) {}
+    // `whole`: so many tiles of all agents are; those behind may be two each, of half as many columns.
+    MK_DEVICE RingTilesOf(Grid grid, Steps steps, i64 stripe, u64 agent, u64 agents, i64 whole = 0)
+        : grid_(grid), steps_(steps), stripe_(stripe), whole_(whole), agent_(agent), agents_(agents) {}
 
     class Iterator {
     public:
         // At a step, counted over all stripes.
-        MK_DEVICE Iterator(const RingTiles& tiles, u32 step, u32 end) : tiles_(tiles), step_(step), end_(end) {
+        MK_DEVICE Iterator(const RingTilesOf& tiles, u32 step, u32 end) : tiles_(tiles), step_(step), end_(end) {
             const i32 agents = i32(tiles.agents_), agent = i32(tiles.agent_);
             index_ = agent;
             forth_ = 2 * (agents - 1 - agent) + 1;
@@ -98,10 +101,15 @@ public:
             settle();
         }
         MK_DEVICE Tile operator*() const {
-            u32 index = u32(index_), first = index / (group * across_) * group, rest = index - first * across_;
+            const i32 behind = index_ - whole();
+            u32 index = u32(behind < 0 ? index_ : whole() + behind / 2);
+            u32 first = index / (group * across_) * group, rest = index - first * across_;
             u32 blocks = u32(ceil_div(rows_, tile().rows)), height = blocks - first < group ? blocks - first : group;
-            return {source_, block(first + rest % height, tile().rows, rows_),
-                    block(before_ + rest / height, tile().columns, tiles_.grid_.columns)};
+            const Range rows = block(first + rest % height, tile().rows, rows_);
+            const Range columns = block(before_ + rest / height, tile().columns, tiles_.grid_.columns);
+            if (behind < 0) return {source_, rows, columns};
+            const i64 half = columns.begin + tile().columns / 2, middle = half < columns.end ? half : columns.end;
+            return {source_, rows, behind % 2 ? Range{middle, columns.end} : Range{columns.begin, middle}};
         }
         // There and back: whoever got the first tile of one wave gets the last of the next, which may be a smaller one.
         MK_DEVICE Iterator& operator++() {
@@ -115,7 +123,14 @@ public:
 
     private:
         MK_DEVICE const TileShape& tile() const { return tiles_.grid_.tile; }
-        MK_DEVICE i32 count() const { return i32(ceil_div(rows_, tile().rows) * across_); }
+        MK_DEVICE i32 tile_count() const { return i32(ceil_div(rows_, tile().rows) * across_); }
+        // Of this step's tiles; and what there is to do of them, with halves.
+        MK_DEVICE i32 whole() const {
+            if (!may_halve) return tile_count();
+            const i64 left = tiles_.whole_ - passed_;
+            return left < 0 ? 0 : left < tile_count() ? i32(left) : tile_count();
+        }
+        MK_DEVICE i32 count() const { return 2 * tile_count() - whole(); }
         MK_DEVICE void enter() {
             const u32 steps = u32(tiles_.steps_.end - tiles_.steps_.first), stripe = step_ / steps;
             const Range columns = block(stripe, tiles_.stripe_, tiles_.grid_.columns);
@@ -127,15 +142,16 @@ public:
         MK_DEVICE void settle() {
             while (index_ >= count()) {
                 index_ -= count();
+                passed_ += tile_count();
                 if (++step_ == end_) return;
                 enter();
             }
         }
-        const RingTiles& tiles_;
+        const RingTilesOf& tiles_;
         u32 step_, end_;
         u32 before_ = 0, across_ = 0;  // blocks of columns, before this stripe and in it
         i32 index_, forth_, back_;
-        i64 rows_ = 0;
+        i64 rows_ = 0, passed_ = 0;  // tiles of the steps before
         u64 source_ = 0;
     };
     MK_DEVICE Iterator begin() const { return {*this, 0, steps()}; }
@@ -149,7 +165,10 @@ private:
     Grid grid_;
     Steps steps_;
     i64 stripe_;  // columns, whole tiles; at least 1
+    i64 whole_;
     u64 agent_, agents_;
 };
+using RingTiles = RingTilesOf<false>;
+using HalvedRingTiles = RingTilesOf<true>;
 
 }  // namespace mk

@@ -166,6 +166,7 @@ struct AllGatherGemmPlan {
     Split split;
     u64 digest;
     i64 n;  // columns of this rank's B; if 0, nothing is pulled
+    i64 whole;  // tiles that are not halved
     TileShape tile;
     LandingPlan landing;
 };

@@ -69,14 +69,18 @@ struct Panel {
     static constexpr u32 step = across ? 16 * line_bytes : 16 * sizeof(T);  // bytes to the next 16 of k
     static_assert(part % box == 0 && box <= 256, "a part is whole boxes");
 
-    static MK_DEVICE void load(u8* to, u32 which, const TensorMap* map, u64* barrier, i64 first, i64 k) {
+    // Of the extent, as few boxes as have `wanted` of it.
+    static MK_DEVICE void load(u8* to, u32 which, const TensorMap* map, u64* barrier, i64 first, i64 k,
+                               u32 wanted = extent) {
         MK_UNROLL
         for (u32 i = which * part; i < (which + 1) * part; i += box) {
+            if (across && i >= wanted) break;
             i32 x = i32(across ? first + i : k), y = i32(across ? k : first + i);
             if (parts == 1) ptx::load_box(to + i * line_bytes, map, barrier, x, y);
             else ptx::load_box_to((1 << parts) - 1, to + i * line_bytes, map, barrier, x, y);
         }
     }
+    static MK_DEVICE u32 bytes_of(u32 wanted) { return across ? wanted * line_bytes : bytes; }
     static MK_DEVICE u64 descriptor(const u8* from) {
         return ptx::operand_descriptor(ptx::shared_address(from), box_bytes);
     }
@@ -102,6 +106,7 @@ public:
     static constexpr u32 stages = MK_STAGES, strips = MK_STRIPS;
     static constexpr u32 consumer_rows = rows / consumers, blocks = consumer_rows / strip_rows;
     static constexpr u32 strip_columns = line_bytes / sizeof(Out);
+    static constexpr bool halves = Schedule::halving && columns % 128 == 0;  // narrow tiles take half the work
     using A = Panel<T, rows, MK_A_BY_COLUMNS, 1>;
     using B = Panel<T, columns, !MK_B_BY_COLUMNS, cluster>;
 
@@ -159,6 +164,11 @@ public:
         return tile;
     }
 
+    // Columns that are worked on.
+    static MK_DEVICE u32 width(const Tile& tile) {
+        return halves && tile.columns.size() <= columns / 2 ? columns / 2 : columns;
+    }
+
     // The tile ends before this consumer's rows.
     static MK_DEVICE bool idle(const Tile& tile, u32 consumer) {
         return tile.rows.size() <= consumer * consumer_rows;
@@ -180,6 +190,7 @@ public:
             const Tile tile = share(whole);
             const Rows from = source(tile);
             const TensorMap* map = &from.matrix.map;
+            const u32 wanted = width(tile);
             if (!a_map) ptx::acquire_map(&b.map);
             if (map != a_map) ptx::acquire_map(a_map = map);
             for (Range piece : Blocks(depth, gate_k)) {
@@ -190,9 +201,9 @@ public:
                 for (i64 at = piece.begin; at < piece.end; at += k) {
                     u64* loaded = &shared.loaded[turn.slot];
                     ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
-                    ptx::arrive_expect(loaded, A::bytes + B::bytes);
+                    ptx::arrive_expect(loaded, A::bytes + B::bytes_of(wanted));
                     A::load(shared.a[turn.slot], 0, a_map, loaded, from.first, at);
-                    B::load(shared.b[turn.slot], rank, &b.map, loaded, tile.columns.begin, at);
+                    B::load(shared.b[turn.slot], rank, &b.map, loaded, tile.columns.begin, at, wanted);
                     turn.advance();
                 }
             }
@@ -220,28 +231,12 @@ public:
             }
             float sums[blocks][columns / 2];
             Span computed(launch, threadIdx.x % 128 == 0, Traced::compute, half(share(whole), consumer));
-            u32 previous = 0;
-#pragma unroll 1
-            for (u32 panel = 0; panel < panels; ++panel) {
-                ptx::wait(&shared.loaded[turn.slot], turn.parity);
-                if (panel == 0) computed.begin();
-                ptx::multiply_fence();
-                MK_UNROLL
-                for (u32 step = 0; step < k / 16; ++step)
-                    MK_UNROLL
-                    for (u32 i = 0; i < blocks; ++i)
-                        ptx::multiply<T, columns, MK_A_BY_COLUMNS, !MK_B_BY_COLUMNS>(
-                            sums[i],
-                            a_first + (turn.slot * A::bytes + i * strip_rows * line_bytes + step * A::step) / 16,
-                            b_first + (turn.slot * B::bytes + step * B::step) / 16, panel > 0 || step > 0);
-                ptx::multiply_commit();
-                ptx::multiply_wait<1>();  // the panel before is through, this one goes on
-                if (panel > 0) release(previous);
-                previous = turn.slot;
-                turn.advance();
-            }
-            ptx::multiply_wait<0>();
-            if (panels > 0) release(previous);
+            const u32 wanted = width(whole);
+            if (panels > 0) ptx::wait(&shared.loaded[turn.slot], turn.parity);
+            computed.begin();
+            if (wanted == columns) multiply<columns>(sums, shared, turn, panels, a_first, b_first, release);
+            else if constexpr (halves)
+                multiply<columns / 2>(sums, shared, turn, panels, a_first, b_first, release);
 
             const bool failed = has_failed(shared), replaced = failed || panels == 0;
             const Out replacement = failed ? not_a_number<Out>() : shared.sink.transform(0.0f);
@@ -250,6 +245,7 @@ public:
                 ptx::results_are_there(sums[i]);
                 MK_UNROLL
                 for (u32 column = 0; column < columns; column += strip_columns) {
+                    if (column >= wanted) break;
                     ptx::wait(&shared.stored[consumer][strip.slot], strip.parity ^ 1);
                     u8* to = shared.staged[consumer][strip.slot] + warp * 16 * line_bytes;
                     if (replaced) fill(to, replacement);
@@ -261,6 +257,33 @@ public:
                 }
             }
         }
+    }
+
+    // The panels of a tile, of whose columns the first `some` are wanted.
+    template <u32 some, class Release>
+    static MK_DEVICE void multiply(float (&sums)[blocks][columns / 2], Shared& shared, Turn<stages>& turn, u32 panels,
+                                   u64 a_first, u64 b_first, const Release& release) {
+        u32 previous = 0;
+#pragma unroll 1
+        for (u32 panel = 0; panel < panels; ++panel) {
+            ptx::wait(&shared.loaded[turn.slot], turn.parity);
+            ptx::multiply_fence();
+            MK_UNROLL
+            for (u32 step = 0; step < k / 16; ++step)
+                MK_UNROLL
+                for (u32 i = 0; i < blocks; ++i)
+                    ptx::multiply<T, some, MK_A_BY_COLUMNS, !MK_B_BY_COLUMNS>(
+                        reinterpret_cast<float(&)[some / 2]>(sums[i]),
+                        a_first + (turn.slot * A::bytes + i * strip_rows * line_bytes + step * A::step) / 16,
+                        b_first + (turn.slot * B::bytes + step * B::step) / 16, panel > 0 || step > 0);
+            ptx::multiply_commit();
+            ptx::multiply_wait<1>();  // the panel before is through, this one goes on
+            if (panel > 0) release(previous);
+            previous = turn.slot;
+            turn.advance();
+        }
+        ptx::multiply_wait<0>();
+        if (panels > 0) release(previous);
     }
 
     // A warp's 16 lines of a strip, from sums in the layout of matrix instructions. Tensor copies swizzle: the 16 bytes
@@ -312,7 +335,7 @@ public:
             if (idle(tile, consumer)) continue;
             Span stored(self, lane == 0, Traced::store, half(tile, consumer));
             const Tile part{tile.source, part_of(tile.rows, consumer * consumer_rows, consumer_rows), tile.columns};
-            const u32 across = columns / strip_columns;
+            const u32 across = width(tile) / strip_columns;
             const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
                              u32(ceil_div(part.columns.size(), strip_columns) - 1);
             if (!sink.begin(self, part)) fail(shared);
@@ -353,7 +376,8 @@ public:
 };
 
 // The interface is that of host.cuh. What this engine needs beyond it:
-//   schedule   the same for all blocks of a cluster: made of index / engine::cluster and count / engine::cluster
+//   schedule   the same for all blocks of a cluster: made of index / engine::cluster and count / engine::cluster.
+//              `halving`: whether there may be tiles of half as many columns
 //   shape.k    what the gate is asked for at a time: a multiple of 64
 //   source, b  are mapped: lines that are 16 bytes aligned: boxes of 64 contiguous elements by 64 lines, or
 //              (if k is contiguous) by all lines of Panel::part; swizzled by 128 bytes, zeros beyond the edges
