@@ -27,8 +27,8 @@ A sum over ranks has the accumulation term of each rank's partial sum, and besid
 where the order of the additions is part of the definition: the owner of a row starts with its own
 partial sum and adds those of the ranks behind it around the ring.
 
-`ring_attention` has bounds of its own, given there; the value is accumulated in float64, for
-float64 operands in NumPy's long double.
+`ring_attention` and the operators on experts have bounds of their own, given there; the value is
+accumulated in float64, for float64 operands in NumPy's long double.
 
 .. [1] N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., SIAM, 2002, sec. 3.1.
 .. [2] N. J. Higham and T. Mary, A new approach to probabilistic rounding error analysis, SIAM
@@ -51,6 +51,9 @@ __all__ = [
     "array_split_counts",
     "gemm_allreduce",
     "gemm_reduce_scatter",
+    "moe_combine",
+    "moe_dispatch_gemm",
+    "moe_routing",
     "ring_attention",
     "unit_roundoff",
 ]
@@ -602,6 +605,217 @@ def _positions(lengths: Sequence[int], layout: str) -> list[np.ndarray]:
     if [len(x) for x in held] != list(lengths):
         raise ValueError(f"ranks hold {list(lengths)} positions: not so in a layout of {layout}")
     return held
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Which tokens the experts of one rank get, row by row.
+
+    Attributes
+    ----------
+    expert_offsets : ndarray of int64 (E_r + 1,)
+        Rows ``expert_offsets[e]:expert_offsets[e + 1]`` are those of the rank's expert e.
+    source_rank, source_token, source_slot : ndarray of int32 (rows,)
+        Where each comes from: ``x[token]`` of the rank, because ``topk_idx[token, slot]`` says so.
+    """
+
+    expert_offsets: np.ndarray
+    source_rank: np.ndarray
+    source_token: np.ndarray
+    source_slot: np.ndarray
+
+
+def moe_routing(topk_blocks: Sequence[np.ndarray], rank: int, num_experts: int) -> Routing:
+    """The rows that the experts of one rank get: in order of expert, source rank, token, slot.
+
+    Parameters
+    ----------
+    topk_blocks : sequence of ndarray of int, each (T_r, k)
+        Every rank's choice of experts, -1 for none, in rank order. An id that a token names twice
+        makes two rows.
+    rank : int
+        Whose experts.
+    num_experts : int
+        E; rank r has those that `numpy.array_split` gives it.
+
+    Returns
+    -------
+    Routing
+
+    Raises
+    ------
+    ValueError
+        If an id is none of -1 to E - 1, or shapes do not fit.
+
+    Examples
+    --------
+    >>> routing = moe_routing([np.array([[1, 0]]), np.array([[-1, 1]])], 1, 2)
+    >>> routing.source_rank.tolist(), routing.source_slot.tolist()
+    ([0, 1], [0, 1])
+    """
+    topk_blocks = [np.asarray(block) for block in topk_blocks]
+    if any(block.ndim != 2 or block.shape[1] != topk_blocks[0].shape[1] for block in topk_blocks):
+        raise ValueError("every block of topk must be (tokens, k), with the same k")
+    if any(((block < -1) | (block >= num_experts)).any() for block in topk_blocks):
+        raise ValueError(f"there is an id outside -1 to {num_experts - 1}")
+    counts = array_split_counts(num_experts, len(topk_blocks))
+    first, experts = sum(counts[:rank]), counts[rank]
+    found = [
+        (expert, source, token, slot)
+        for source, block in enumerate(topk_blocks)
+        for token, slot in np.argwhere((block >= first) & (block < first + experts)).tolist()
+        for expert in (int(block[token, slot]) - first,)
+    ]
+    table = np.array(sorted(found), np.int64).reshape(-1, 4)
+    offsets = np.searchsorted(table[:, 0], np.arange(experts + 1))
+    return Routing(offsets.astype(np.int64), *table[:, 1:].T.astype(np.int32))
+
+
+def moe_dispatch_gemm(
+    x_blocks: Sequence[np.ndarray],
+    topk_blocks: Sequence[np.ndarray],
+    w: np.ndarray,
+    rank: int,
+    num_experts: int,
+    dtype: DTypeLike | None = None,
+) -> tuple[Expected, Routing]:
+    """Tokens of all ranks times the weights of the experts of one rank that they chose.
+
+    Parameters
+    ----------
+    x_blocks : sequence of ndarray, each (T_r, H)
+        Every rank's tokens, in rank order.
+    topk_blocks, rank, num_experts
+        As for `moe_routing`.
+    w : ndarray (E_r, H, I)
+        The rank's experts.
+    dtype : dtype, optional
+        Type of the output: that of the operands (default), or float32 for 16-bit operands.
+
+    Returns
+    -------
+    rows : Expected
+        (rows, I): without what lies behind the last row in an output with more. Each row has the
+        bound of a product, as in `allgather_gemm`.
+    routing : Routing
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `allgather_gemm` and `moe_routing`.
+
+    Examples
+    --------
+    >>> x, topk = [np.array([[2.0], [3.0]])], [np.array([[1, -1], [0, 1]])]
+    >>> rows, routing = moe_dispatch_gemm(x, topk, np.array([[[1.0]], [[10.0]]]), 0, 2)
+    >>> rows.value.ravel().tolist(), routing.source_token.tolist()
+    ([3.0, 20.0, 30.0], [1, 0, 1])
+    """
+    w = np.asarray(w)
+    routing = moe_routing(topk_blocks, rank, num_experts)
+    if len(w) != len(routing.expert_offsets) - 1:
+        raise ValueError(f"rank {rank} has {len(routing.expert_offsets) - 1} experts, w {len(w)}")
+    sources = list(zip(routing.source_rank, routing.source_token, strict=True))
+    parts = []
+    for expert, (begin, end) in enumerate(
+        zip(routing.expert_offsets, routing.expert_offsets[1:], strict=False)
+    ):
+        tokens = [x_blocks[source][token] for source, token in sources[begin:end]]
+        a = np.array(tokens, w.dtype).reshape(-1, w.shape[1])
+        parts.append(allgather_gemm([a], w[expert], dtype))
+    empty = np.zeros((0, w.shape[2]))
+    value, bound = (
+        np.concatenate([empty, *(getattr(part, x) for part in parts)]) for x in ("value", "bound")
+    )
+    return Expected(value, bound, _output_dtype(w.dtype, dtype)), routing
+
+
+def moe_combine(
+    row_blocks: Sequence[np.ndarray],
+    topk_blocks: Sequence[np.ndarray],
+    topk_weight: np.ndarray,
+    rank: int,
+    num_experts: int,
+    transfer_dtype: DTypeLike | None = None,
+) -> Expected:
+    """What the experts made of one rank's tokens, weighted and added up.
+
+    ``out[t] = sum_d sum_j topk_weight[t, j] * row(t, j)``: for each rank d, in rank order, the sum
+    over the slots j of which d has the expert, in the order of slots. No expert at all gives 0.
+
+    Parameters
+    ----------
+    row_blocks : sequence of ndarray, each (rows, N)
+        Every rank's rows, as `moe_routing` orders them; further ones are ignored.
+    topk_blocks, num_experts
+        As for `moe_routing`.
+    topk_weight : ndarray (T_r, k)
+        The weights of rank `rank`, of the accumulator's type.
+    rank : int
+        Whose tokens.
+    transfer_dtype : dtype, optional
+        Type in which a sum over the slots of another rank crosses the link: that of the rows
+        (default), or float32 for 16-bit rows.
+
+    Returns
+    -------
+    Expected
+        (T_r, N), of the rows' type. The bound has ``u_acc`` times the size of each product and of
+        each addition's result on the way, ``u_transfer`` times that of each sum that crosses a
+        link, and ``u_out`` times that of the result; and half a subnormal where one may vanish.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If shapes or types do not fit.
+
+    Examples
+    --------
+    >>> rows = [np.array([[1.0], [2.0]]), np.array([[30.0]])]
+    >>> topk = [np.array([[0, 1], [0, -1]]), np.zeros((0, 2), int)]
+    >>> moe_combine(rows, topk, np.array([[1.0, 0.5], [4.0, 9.0]]), 0, 2).value.tolist()
+    [[16.0], [8.0]]
+    """
+    row_blocks = [np.asarray(block) for block in row_blocks]
+    dtype = row_blocks[0].dtype
+    accumulator = accumulator_dtype(dtype)
+    if topk_weight.shape != topk_blocks[rank].shape or topk_weight.dtype != accumulator:
+        raise ValueError(f"topk_weight must be like topk_blocks[{rank}], of {accumulator}")
+    if any(block.dtype != dtype for block in row_blocks):
+        raise TypeError("blocks of rows differ in type")
+    transfer = _output_dtype(dtype, transfer_dtype)
+    work = np.longdouble if dtype == _FLOAT64 else np.float64
+    u, half = (
+        {t: f(t) for t in {dtype, accumulator, transfer}}
+        for f in (unit_roundoff, lambda t: float(ml_dtypes.finfo(t).smallest_subnormal) / 2)
+    )
+    shape = topk_weight.shape[0], row_blocks[0].shape[1]
+    total, bound, added = np.zeros(shape, work), np.zeros(shape), np.zeros(shape[0], bool)
+    with np.errstate(all="ignore"):
+        for d, block in enumerate(row_blocks):
+            routing = moe_routing(topk_blocks, d, num_experts)
+            own = np.flatnonzero(routing.source_rank == rank)
+            row_of = np.full(topk_weight.shape, -1)
+            row_of[routing.source_token[own], routing.source_slot[own]] = own
+            partial, summed = np.zeros(shape, work), np.zeros(shape[0], bool)
+            for slot, rows in enumerate(row_of.T):
+                at = np.flatnonzero(rows >= 0)
+                y = block[rows[at]].astype(np.float64).astype(work)
+                term = topk_weight[at, slot, None].astype(work) * y
+                bound[at] += u[accumulator] * np.abs(term) + half[accumulator]
+                partial[at] += term
+                again = at[summed[at]]
+                bound[again] += u[accumulator] * np.abs(partial[again])
+                summed[at] = True
+            if d != rank and transfer != accumulator:
+                bound[summed] += u[transfer] * np.abs(partial[summed]) + half[transfer]
+            total[summed] += partial[summed]
+            again = summed & added
+            bound[again] += u[accumulator] * np.abs(total[again])
+            added |= summed
+        value = total.astype(np.float64)
+        bound = bound + u[dtype] * np.abs(value) + half[dtype]
+    return Expected(value, np.where(np.isfinite(value), bound, 0.0), dtype)
 
 
 def _supported(dtype: DTypeLike) -> np.dtype:
