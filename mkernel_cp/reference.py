@@ -720,8 +720,9 @@ def moe_dispatch_gemm(
     for expert, (begin, end) in enumerate(
         zip(routing.expert_offsets, routing.expert_offsets[1:], strict=False)
     ):
-        tokens = [x_blocks[source][token] for source, token in sources[begin:end]]
-        a = np.array(tokens, w.dtype).reshape(-1, w.shape[1])
+        a = np.empty((end - begin, w.shape[1]), w.dtype)
+        for row, (source, token) in zip(a, sources[begin:end], strict=True):
+            row[...] = x_blocks[source][token]
         parts.append(allgather_gemm([a], w[expert], dtype))
     empty = np.zeros((0, w.shape[2]))
     value, bound = (

@@ -299,6 +299,125 @@ struct RingAttentionParams {
     CallMessage message;
 };
 
+// The experts that each token is sent to: ids of int32, or of int64 if `wide`; strides in elements.
+struct TokenChoice {
+    void* ids;
+    i64 row_stride;
+    i64 column_stride;
+    u64 wide;
+};
+
+// How many rows of an expert come from one rank, and for how many of them the token has not come for an earlier expert.
+struct ExpertShare {
+    i64 rows;
+    i64 tokens;
+};
+
+// One row of an expert's: which token of the rank that sends it, why, and where it lands among those of that rank.
+struct Route {
+    i64 token;
+    i64 slot;
+    i64 landed;
+};
+
+// What a rank says of its tokens, beside its shares of all experts.
+struct RoutingSummary {
+    i64 tokens;
+    i64 fault;  // the first id that is none, as token * slots + slot; or -1
+    i64 faulty_id;
+};
+
+// What one rank sends to one expert.
+struct Delivery {
+    i64 row;  // the first of the expert's
+    i64 rows;
+    i64 route;  // the first in the sender's table
+    i64 token;  // the first in the sender's list of tokens
+    i64 tokens;
+    i64 landed;  // of the first token, among those of the sender here
+};
+
+// Where a row of A is, and the chunk that it comes in, if it comes from a peer.
+struct RowPlace {
+    void* data;
+    u64 chunk;
+};
+
+// Why a call has written nothing, for the host: names of the codes are in mkernel_cp/moe_plan.py.
+struct RoutingVerdict {
+    u64 problem;
+    u64 rank;
+    i64 values[3];
+};
+
+// How a rank sorts its tokens by expert, and learns what it gets. `Place`s are tables that peers read.
+struct RoutingPlan {
+    u64 experts;  // of all ranks
+    i64 slots;    // ids of a token
+    i64 max_tokens;
+    i64 parts;      // of the tokens: lanes sort them side by side
+    i64* capacity;  // [rank]: rows of its result
+    Place summary;
+    Place shares;         // [expert]
+    Place routes;         // by expert, token, slot
+    Place tokens;         // u32, each once per destination, in the order in which its experts need them
+    ExpertShare* sorted;  // [part][expert]
+    ExpertShare* starts;  // [expert]: what comes before
+    i64* faults;          // [part]
+    i64* landed;          // [token][rank]
+    i64* totals;          // [rank]
+    Delivery* deliveries;  // [own expert][rank]
+    u64* routed;           // a signal: what this rank gets is known (1), or that nobody gets anything (2)
+};
+
+// Where tokens of peers land, those of each rank together, and where each row of A is.
+struct TokenLandingPlan {
+    void* tokens;  // [rank][max_tokens], lines
+    i64 pitch;     // bytes from one to the next
+    i64 bytes;     // of one
+    i64 chunk_tokens;
+    i64 chunks;        // of a rank
+    u64* arrived;      // [rank][chunk]: signals
+    u64* placed;       // [own expert][rank]: signals
+    RowPlace* places;  // [row]
+};
+
+// What does not change from call to call of moe_dispatch_gemm.
+struct MoeDispatchGemmPlan {
+    Split split;
+    u64 digest;
+    u64 experts;  // of this rank
+    i64 h;
+    i64 n;
+    TileShape tile;
+    i64* whole;  // offsets of a result that is one expert's
+    RoutingPlan routing;
+    TokenLandingPlan landing;
+};
+
+// Arrays that tell the rows of a result apart.
+struct RowOrigins {
+    i64* expert_offsets;
+    i32* source_rank;
+    i32* source_token;
+    i32* source_slot;
+};
+
+struct MoeDispatchGemmParams {
+    Matrix x;
+    Matrix w;  // of the first expert
+    Matrix rows;
+    i64 w_stride;  // bytes from one expert's to the next
+    i64 tokens;
+    TokenChoice choice;
+    RowOrigins origins;
+    RoutingVerdict* verdict;
+    World* world;
+    MoeDispatchGemmPlan* plan;
+    CallMessage message;
+    u64 reserved[7];
+};
+
 // --- end of the shared structs ---------------------------------------------------------------------------------------
 
 }  // namespace mk

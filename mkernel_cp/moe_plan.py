@@ -1,0 +1,310 @@
+"""Plans of the operators on experts: who has which, and where tables, tokens and rows lie.
+
+Pure Python, as all plans.
+"""
+
+import enum
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .memory import round_up
+from .plan import HostTile, Options, PlanFile, line_pitch
+from .reference import array_split_counts
+
+_ALIGNMENT = 256
+_CHUNK_BYTES = 1 << 16
+_PARTS = 4  # in which a rank's tokens are sorted side by side
+_WORD = 8
+_SHARE_BYTES, _ROUTE_BYTES, _DELIVERY_BYTES, _PLACE_BYTES = 16, 24, 48, 16  # structs of types.cuh
+
+
+class Problem(enum.IntEnum):
+    """Why a call has written nothing; as in experts.cuh."""
+
+    NONE = 0
+    ID = 1
+    TOKENS = 2
+    CAPACITY = 3
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What all ranks must agree on to send tokens to experts, and what follows from it for each.
+
+    Attributes
+    ----------
+    ranks : int
+    h : int
+        Columns of a token.
+    n : int
+        Columns that an expert makes of them.
+    experts : int
+        Of all ranks.
+    slots : int
+        Experts that a token may want (k).
+    dtype, out_dtype : numpy.dtype
+    max_tokens : int or None
+        The most tokens of a rank; None as long as the ranks have not told each other.
+    capacity : int or None
+        Rows of every rank's result; None: as many as it may get.
+    chunk_bytes : int or None
+        About how much is moved at a time.
+    """
+
+    ranks: int
+    h: int
+    n: int
+    experts: int
+    slots: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    max_tokens: int | None
+    capacity: int | None = None
+    chunk_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """All of it, as the ranks compare it and errors show it."""
+        chunk = "" if self.chunk_bytes is None else f", chunk_bytes={self.chunk_bytes}"
+        return (
+            f"moe_dispatch_gemm(H={self.h}, I={self.n}, num_experts={self.experts}, "
+            f"k={self.slots}, {self.dtype.name} -> {self.out_dtype.name}, "
+            f"max_tokens={self.max_tokens}, capacity={self.capacity}{chunk})"
+        )
+
+    @property
+    def experts_of(self) -> tuple[int, ...]:
+        """How many experts each rank has."""
+        return array_split_counts(self.experts, self.ranks)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Rows of each rank's result."""
+        if self.capacity is not None:
+            return (self.capacity,) * self.ranks
+        most = self.ranks * self.max_tokens
+        return tuple(most * min(self.slots, experts) for experts in self.experts_of)
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one token to the next where it lands."""
+        return line_pitch(self.h, self.dtype)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        line = max(1, self.h * self.dtype.itemsize)
+        return max(1, min((self.chunk_bytes or _CHUNK_BYTES) // line, self.max_tokens))
+
+    @property
+    def chunks(self) -> int:
+        """In how many chunks the tokens of a rank come, at the most."""
+        return math.ceil(self.max_tokens / self.chunk_tokens)
+
+    def arena_offsets(self) -> dict[str, int]:
+        """Return where everything lies in the arena of every rank, in bytes, and the ``end``.
+
+        The place of a rank's own tokens among those that land holds them if the caller's array is
+        no segment's.
+        """
+        routes, experts = self.max_tokens * self.slots, max(self.experts_of)
+        sizes = {
+            "summary": 3 * _WORD,
+            "shares": self.experts * _SHARE_BYTES,
+            "routes": routes * _ROUTE_BYTES,
+            "tokens": self.max_tokens * min(self.slots, self.ranks) * 4,
+            "sorted": _PARTS * self.experts * _SHARE_BYTES,
+            "starts": self.experts * _SHARE_BYTES,
+            "faults": _PARTS * _WORD,
+            "landed": self.max_tokens * self.ranks * _WORD,
+            "totals": self.ranks * _WORD,
+            "deliveries": experts * self.ranks * _DELIVERY_BYTES,
+            "places": max(self.capacities) * _PLACE_BYTES,
+            "landing": self.ranks * self.max_tokens * self.pitch,
+        }
+        offsets, end = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = end
+            end += round_up(size, _ALIGNMENT)
+        return {**offsets, "end": end}
+
+    def signal_offsets(self) -> dict[str, int]:
+        """Return where signals are in the arena, counted in words, and the ``end``."""
+        placed = 1 + self.ranks * self.chunks
+        end = placed + max(self.experts_of) * self.ranks
+        return {"routed": 0, "arrived": 1, "placed": placed, "end": end}
+
+    def need(self) -> tuple[int, int]:
+        """Return the signals and bytes of an arena that serves every rank."""
+        return self.signal_offsets()["end"], self.arena_offsets()["end"]
+
+    @property
+    def parts(self) -> int:
+        """Parts of a rank's tokens that are sorted side by side."""
+        return _PARTS
+
+
+@dataclass(frozen=True)
+class MoeDispatchGemmPlan(PlanFile):
+    """The plan of `moe_dispatch_gemm` on one rank.
+
+    Attributes
+    ----------
+    rank, ranks : int
+    h, n : int
+        Columns of a token, and of a row of the result.
+    num_experts, slots : int
+        Experts of all ranks, and those that a token may want (k).
+    dtype, out_dtype : numpy.dtype
+    max_tokens : int
+        The most tokens that a rank may pass.
+    max_capacity : int or None
+        Rows of a result that were asked for.
+    target, engine : str
+    tile : tuple of int
+        (rows, columns, k) of what is computed at a time.
+    chunk_bytes : int
+        How much a mover was to bring at a time.
+    split : tuple of int
+        (movers, compute): agents per role.
+    shared_bytes : int
+        Scratch memory of an agent.
+
+    Notes
+    -----
+    Loaded from a file, `options` make an operator choose the same again.
+    """
+
+    operator: ClassVar[str] = "moe_dispatch_gemm"
+
+    rank: int
+    ranks: int
+    h: int
+    n: int
+    num_experts: int
+    slots: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    max_tokens: int
+    max_capacity: int | None
+    target: str
+    engine: str
+    tile: tuple[int, int, int]
+    chunk_bytes: int
+    split: tuple[int, int]
+    shared_bytes: int
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """What the ranks have agreed on."""
+        return Dispatch(
+            ranks=self.ranks,
+            h=self.h,
+            n=self.n,
+            experts=self.num_experts,
+            slots=self.slots,
+            dtype=self.dtype,
+            out_dtype=self.out_dtype,
+            max_tokens=self.max_tokens,
+            capacity=self.max_capacity,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    @property
+    def experts(self) -> int:
+        """Experts of this rank."""
+        return self.dispatch.experts_of[self.rank]
+
+    @property
+    def capacity(self) -> int:
+        """Rows of this rank's result."""
+        return self.dispatch.capacities[self.rank]
+
+    @property
+    def options(self) -> Options:
+        """What makes an operator choose this plan again."""
+        return Options(self.split, self.tile, self.chunk_bytes)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this rank shares with its peers for it: tables, landing zone, signals."""
+        signals, nbytes = self.dispatch.need()
+        return nbytes + 8 * signals
+
+    def explain(self) -> str:
+        """Return the plan in words, one choice a line."""
+        movers, compute = self.split
+        agreed = self.dispatch
+        return "\n".join(
+            (
+                f"moe_dispatch_gemm: up to {self.max_tokens} tokens a rank of {self.h} columns to "
+                f"{self.slots} of {self.num_experts} experts, {self.experts} of them here, each "
+                f"({self.h}, {self.n}) {self.dtype.name} -> {self.out_dtype.name}, rank "
+                f"{self.rank} of {self.ranks}, {self.capacity} rows at the most",
+                f"target {self.target}, engine {self.engine}: tile {self.tile}, "
+                f"{compute} compute agents",
+                f"tokens come in chunks of {agreed.chunk_tokens} by {movers} movers, "
+                f"{self.memory} bytes of tables, landing zone and signals",
+            )
+        )
+
+
+def plan_moe_dispatch_gemm(rank: int, dispatch: Dispatch, options: Options) -> MoeDispatchGemmPlan:
+    """Choose a plan for the host target: two compute agents at most, see `plan_allgather_gemm`."""
+    chosen = expert_tile(dispatch.capacities[rank], dispatch.n, dispatch.h, options)
+    return MoeDispatchGemmPlan(
+        rank=rank,
+        ranks=dispatch.ranks,
+        h=dispatch.h,
+        n=dispatch.n,
+        num_experts=dispatch.experts,
+        slots=dispatch.slots,
+        dtype=dispatch.dtype,
+        out_dtype=dispatch.out_dtype,
+        max_tokens=dispatch.max_tokens,
+        max_capacity=dispatch.capacity,
+        target="host",
+        engine=chosen.engine,
+        tile=chosen.tile,
+        chunk_bytes=dispatch.chunk_bytes or _CHUNK_BYTES,
+        split=expert_split(dispatch.ranks, options),
+        shared_bytes=chosen.shared_bytes(dispatch.dtype, dispatch.out_dtype),
+    )
+
+
+def expert_tile(rows: int, columns: int, depth: int, options: Options) -> HostTile:
+    """Choose the tile of engine/host.cuh for at most so many rows of an expert."""
+    tile = options.tile or (32, 64, 64)
+    limits = zip(tile, (rows, columns, depth), strict=True)
+    return HostTile(tuple(min(extent, max(1, limit)) for extent, limit in limits))
+
+
+def expert_split(ranks: int, options: Options) -> tuple[int, int]:
+    """Return (movers, compute) for the host target."""
+    if options.split:
+        movers, compute = options.split
+    else:
+        movers, compute = 1, max(1, min(2, len(os.sched_getaffinity(0)) // ranks))
+    return (0 if ranks == 1 else movers), compute
+
+
+def problem_text(verdict: Any, what: str) -> str:
+    """Return why a call has written nothing: the same words on all ranks."""
+    first, second, third = verdict.values
+    return {
+        Problem.ID: (
+            f"{what}: rank {verdict.rank} passes topk_idx[{second}, {third}] = {first}, which is "
+            "no expert: use ids from 0 to num_experts - 1, or -1 for none"
+        ),
+        Problem.TOKENS: (
+            f"{what}: rank {verdict.rank} passes {first} tokens, and the plan is for at most "
+            f"{second}: pass a larger max_tokens= on all ranks"
+        ),
+        Problem.CAPACITY: (
+            f"{what}: rank {verdict.rank} would get {first} rows, and has room for {second}: pass "
+            "a larger capacity= on all ranks"
+        ),
+    }[Problem(verdict.problem)] + "; nothing was written, on no rank"
