@@ -32,18 +32,23 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
             self.announce(p.message);  // with it, the peers may read the tables too
             for (u64 peer : RingOrder(rank, size))
                 if (!self.await_call(peer, plan.digest)) break;
-            routing.agree(p.origins, p.verdict);
+            routing.agree(p.origins.expert_offsets, p.verdict);
         }
         if (routing.await() && !routing.refused()) {
             Courier<> courier(self, scratch);
-            TokenLanding landing(self, plan.routing, plan.landing, p.origins);
+            TokenLanding landing(self, plan.routing, plan.landing, p.origins.expert_offsets);
             const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
+            const auto note = [&](i64 row, u64 source, const Route& route) {
+                p.origins.source_rank[row] = i32(source);
+                p.origins.source_token[row] = i32(route.token);
+                p.origins.source_slot[row] = i32(route.slot);
+            };
             for (u64 expert = 0; expert < plan.experts; ++expert) {
-                landing.bring(courier, expert, rank, own);
+                landing.bring(courier, expert, rank, own, note);
                 for (u64 peer : RingOrder(rank, size)) {
                     const CallMessage& theirs = self.message_of(peer);
                     landing.bring(courier, expert, peer,
-                                  {static_cast<u8*>(self.at(peer, theirs.operand)), i64(theirs.operand_pitch)});
+                                  {static_cast<u8*>(self.at(peer, theirs.operand)), i64(theirs.operand_pitch)}, note);
                 }
             }
             landing.finish(courier);
@@ -57,7 +62,7 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     if (launch.is(Role::compute)) {
         if (plan.split.movers == 0 && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
         Routing routing(launch, plan.routing);
-        TokenLanding landing(launch, plan.routing, plan.landing, p.origins);
+        TokenLanding landing(launch, plan.routing, plan.landing, p.origins.expert_offsets);
         // Who never learns where the experts' rows are leaves NaN everywhere.
         const bool known = routing.await();
         const i64* offsets = known ? p.origins.expert_offsets : plan.whole;

@@ -20,6 +20,15 @@ QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
 SUMS = ("test_interleavings.py", "test_failure.py", "test_reductions.py")
 SANITIZED = ("test_thread_sanitizer.py",)
 ATTENTION = ("test_ring_attention.py",)
+EXPERTS = tuple(
+    f"test_moe_dispatch_gemm.py::{name}"
+    for name in (
+        "test_every_interleaving_gives_the_right_result",
+        "test_a_stopped_rank_ends_all_waits_at_a_deadline",
+        "test_faults_of_data_are_told_on_all_ranks_and_nothing_is_written",
+        "test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan",
+    )
+)
 
 
 class Mutant(NamedTuple):
@@ -281,6 +290,77 @@ MUTANTS = {
         "unit_.head + index % plan_.group",
         ATTENTION,
     ),
+    "experts: gate wait": Mutant(
+        H + "experts.cuh",
+        "if (!launch_.wait(who, &plan_.arrived[last]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.arrived[last]",
+        EXPERTS,
+    ),
+    "experts: gate wait, sanitized": Mutant(
+        H + "experts.cuh",
+        "if (!launch_.wait(who, &plan_.arrived[last]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.arrived[last]",
+        SANITIZED,
+    ),
+    "experts: wait for the places of rows": Mutant(
+        H + "experts.cuh",
+        "if (!launch_.wait(who, &plan_.placed[unit]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.placed[unit]",
+        EXPERTS,
+    ),
+    "experts: call before the tables are there": Mutant(
+        "moe_dispatch_gemm.cu",
+        "            routing.sort(p.choice, p.tokens);\n            self.announce(p.message);",
+        "            self.announce(p.message);\n            routing.sort(p.choice, p.tokens);",
+        EXPERTS,
+    ),
+    "experts: tables of peers that have not called": Mutant(
+        "moe_dispatch_gemm.cu", "if (!self.await_call(peer, plan.digest)) break;", "", EXPERTS
+    ),
+    "experts: parts that overlap": Mutant(
+        H + "experts.cuh", "share = before;", "share = {0, 0};", EXPERTS
+    ),
+    "experts: order of sources": Mutant(
+        H + "experts.cuh",
+        "plan_.deliveries[expert * ranks + source];\n                    delivery.row",
+        "plan_.deliveries[expert * ranks + ranks - 1 - source];\n                    delivery.row",
+        EXPERTS,
+    ),
+    "experts: tokens on top of each other": Mutant(
+        H + "experts.cuh", "landed += share.tokens;", "", EXPERTS
+    ),
+    "experts: last token of a chunk": Mutant(
+        H + "experts.cuh",
+        "block(chunk, plan_.chunk_tokens, all)",
+        "block(chunk, plan_.chunk_tokens, all - 1)",
+        EXPERTS,
+    ),
+    "experts: too many rows at a peer": Mutant(
+        H + "experts.cuh",
+        "if (plan_.totals[rank] > plan_.capacity[rank])",
+        "if (rank == launch_.rank() && plan_.totals[rank] > plan_.capacity[rank])",
+        EXPERTS,
+    ),
+    "experts: faults of own data only": Mutant(
+        H + "experts.cuh",
+        "table<RoutingSummary>(rank, plan_.summary);",
+        "table<RoutingSummary>(launch_.rank(), plan_.summary);",
+        EXPERTS,
+    ),
+    "experts: tiles of a refused call": Mutant(
+        "moe_dispatch_gemm.cu", "if (!known || !routing.refused())", "if (true)", EXPERTS
+    ),
+    "experts: NaN where rows are not known": Mutant(
+        "moe_dispatch_gemm.cu", "known ? launch.member() : 0", "launch.member()", EXPERTS
+    ),
+    "experts: inputs that are free too early": Mutant(
+        "moe_dispatch_gemm.cu",
+        "        if (routing.await() && !routing.refused()) {",
+        "        const bool go = routing.await() && !routing.refused();\n"
+        "        for (u64 peer : RingOrder(rank, size)) self.have_read(peer, self.members());\n"
+        "        if (go) {",
+        EXPERTS,
+    ),
 }
 
 
@@ -307,7 +387,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "cache")
-        for tests in (QUICK, SUMS, SANITIZED, ATTENTION):
+        for tests in (QUICK, SUMS, SANITIZED, ATTENTION, EXPERTS):
             result = run(original, tests, cache)
             if result.returncode:
                 print(result.stdout[-4000:], result.stderr[-2000:])

@@ -484,7 +484,8 @@ def outcomes(program, **options):
         x, w = np.ones((9, 8)), np.ones((2, 8, 4))
         ids = np.arange(18).reshape(9, 2) % 6
         out = np.full((30, 4), 7.0)
-        step = mk.MoeDispatchGemm(x, ids, w, comm=comm, capacity=30)
+        plan = mk.Options((2, 2), (4, 2, 8))
+        step = mk.MoeDispatchGemm(x, ids, w, comm=comm, capacity=30, options=plan)
         _, layout = step(x, ids, w)
         try:
             program(comm, lambda: step(x, ids, w, out=(out, layout)))

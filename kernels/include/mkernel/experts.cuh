@@ -66,7 +66,7 @@ public:
 
     // When all peers have called: works out what each of them sends to each expert here, and where its rows begin. If one
     // has wrong ids or too many tokens, or will get too many rows, nobody gets anything, and the verdict says why.
-    MK_DEVICE void agree(const RowOrigins& origins, RoutingVerdict* verdict) {
+    MK_DEVICE void agree(i64* expert_offsets, RoutingVerdict* verdict) {
         if (!launch_.live()) return;
         const Agent& agent = launch_.agent();
         const u64 lane = agent.lane(), lanes = agent.lanes(), ranks = launch_.size();
@@ -85,13 +85,13 @@ public:
                     delivery.row = row;
                     row += delivery.rows;
                 }
-                origins.expert_offsets[expert + 1] = row;
+                expert_offsets[expert + 1] = row;
             }
             agent.sync();
             if (lane == 0) {
-                origins.expert_offsets[0] = 0;
+                expert_offsets[0] = 0;
                 for (u64 expert = 0; expert < experts; ++expert)
-                    origins.expert_offsets[expert + 1] += origins.expert_offsets[expert];
+                    expert_offsets[expert + 1] += expert_offsets[expert];
             }
         }
         launch_.raise<Scope::device>(plan_.routed, fine ? 1 : 2, Writes().complete(agent));
@@ -226,17 +226,18 @@ private:
 class TokenLanding {
 public:
     MK_DEVICE TokenLanding(Launch& launch, const RoutingPlan& routing, const TokenLandingPlan& plan,
-                           const RowOrigins& origins)
-        : launch_(launch), routing_(routing), plan_(plan), origins_(origins),
+                           const i64* expert_offsets)
+        : launch_(launch), routing_(routing), plan_(plan), offsets_(expert_offsets),
           experts_(ExpertSplit(routing.experts, launch.size()).count(launch.rank())) {}
 
     // This mover's share of what a rank sends to an expert: says where the rows are, and brings the tokens that have not
-    // come before. `theirs`: the tokens of that rank, where they can be read.
-    template <bool aligned>
-    MK_DEVICE void bring(Courier<aligned>& courier, u64 expert, u64 source, Lines theirs) {
+    // come before. `theirs`: the tokens of that rank, where they can be read. note(row, source, route) keeps what
+    // a row is.
+    template <bool aligned, class Note>
+    MK_DEVICE void bring(Courier<aligned>& courier, u64 expert, u64 source, Lines theirs, Note note) {
         const Delivery& delivery = plan_delivery(expert, source);
         if ((expert * launch_.size() + source) % launch_.members() == launch_.member())
-            place(delivery, expert, source, theirs);
+            place(delivery, expert, source, theirs, note);
         if (source == launch_.rank() || !launch_.live()) return;
         const Delivery& last = plan_delivery(experts_ - 1, source);
         const u32* tokens = static_cast<const u32*>(launch_.at(source, routing_.tokens)) + delivery.token;
@@ -293,7 +294,7 @@ private:
     MK_DEVICE const Delivery& plan_delivery(u64 expert, u64 source) const {
         return routing_.deliveries[expert * launch_.size() + source];
     }
-    MK_DEVICE i64 first_row(const Tile& tile) const { return origins_.expert_offsets[tile.source] + tile.rows.begin; }
+    MK_DEVICE i64 first_row(const Tile& tile) const { return offsets_[tile.source] + tile.rows.begin; }
     MK_DEVICE u64 chunk_of(u64 source, i64 landed) const {
         return source * u64(plan_.chunks) + u64(landed / plan_.chunk_tokens);
     }
@@ -302,16 +303,15 @@ private:
     }
 
     // Says where the rows of a delivery are, and where they come from.
-    MK_DEVICE void place(const Delivery& delivery, u64 expert, u64 source, Lines theirs) {
+    template <class Note>
+    MK_DEVICE void place(const Delivery& delivery, u64 expert, u64 source, Lines theirs, Note note) {
         const Agent& agent = launch_.agent();
         if (!launch_.live()) return;
         const Route* routes = static_cast<const Route*>(launch_.at(source, routing_.routes)) + delivery.route;
-        const i64 first = origins_.expert_offsets[expert] + delivery.row;
+        const i64 first = offsets_[expert] + delivery.row;
         for (i64 i = agent.lane(); i < delivery.rows; i += agent.lanes()) {
             const Route route = routes[i];
-            origins_.source_rank[first + i] = i32(source);
-            origins_.source_token[first + i] = i32(route.token);
-            origins_.source_slot[first + i] = i32(route.slot);
+            note(first + i, source, route);
             plan_.places[first + i] = source == launch_.rank()
                                           ? RowPlace{theirs.data + route.token * theirs.pitch, no_chunk}
                                           : RowPlace{token_at(source, route.landed), chunk_of(source, route.landed)};
@@ -322,7 +322,7 @@ private:
     Launch& launch_;
     const RoutingPlan& routing_;
     const TokenLandingPlan& plan_;
-    const RowOrigins& origins_;
+    const i64* offsets_;
     u64 experts_;
     u64 pulled_ = 0;  // bytes
     struct {
