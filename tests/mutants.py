@@ -350,9 +350,6 @@ MUTANTS = {
     "experts: tiles of a refused call": Mutant(
         "moe_dispatch_gemm.cu", "if (!known || !routing.refused())", "if (true)", EXPERTS
     ),
-    "experts: NaN where rows are not known": Mutant(
-        "moe_dispatch_gemm.cu", "known ? launch.member() : 0", "launch.member()", EXPERTS
-    ),
     "experts: inputs that are free too early": Mutant(
         "moe_dispatch_gemm.cu",
         "        if (routing.await() && !routing.refused()) {",
