@@ -23,6 +23,7 @@ from .local_world import LocalWorld
 from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
 from .operators.gemm_allreduce import GemmAllReduce, gemm_allreduce
 from .operators.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
+from .operators.moe_combine import MoeCombine, moe_combine
 from .operators.moe_dispatch_gemm import DispatchLayout, MoeDispatchGemm, moe_dispatch_gemm
 from .operators.ring_attention import RingAttention, ring_attention, zigzag_join, zigzag_split
 from .plan import Options
@@ -45,6 +46,7 @@ __all__ = [
     "Kernel",
     "LocalWorld",
     "Module",
+    "MoeCombine",
     "MoeDispatchGemm",
     "NetworkError",
     "Options",
@@ -58,6 +60,7 @@ __all__ = [
     "gemm_allreduce",
     "gemm_reduce_scatter",
     "include_dir",
+    "moe_combine",
     "moe_dispatch_gemm",
     "ring_attention",
     "trace",

@@ -43,6 +43,7 @@ class Awaited(enum.IntEnum):
     SUM = 7
     ROOM = 8
     ROUTES = 9
+    ROWS = 10
 
 
 _AWAITED = {
@@ -53,6 +54,7 @@ _AWAITED = {
     Awaited.PARTIAL: "the partial sums of {peer} for tile {index}",
     Awaited.SUM: "tile {index}, which {peer} adds",
     Awaited.ROUTES: "the routes of tokens (part {index})",
+    Awaited.ROWS: "the rows of compute agent {index}",
     Awaited.ROOM: "room in the window, which compute agent {index} uses",
 }
 

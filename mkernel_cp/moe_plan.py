@@ -13,13 +13,23 @@ import numpy as np
 
 from .memory import round_up
 from .plan import HostTile, Options, PlanFile, line_pitch
-from .reference import array_split_counts
+from .reference import accumulator_dtype, array_split_counts
 
+MOST_COMPUTE_AGENTS = 1024
 _ALIGNMENT = 256
 _CHUNK_BYTES = 1 << 16
 _PARTS = 4  # in which a rank's tokens are sorted side by side
 _WORD = 8
 _SHARE_BYTES, _ROUTE_BYTES, _DELIVERY_BYTES, _PLACE_BYTES = 16, 24, 48, 16  # structs of types.cuh
+
+
+def offsets_of(sizes: dict[str, int], alignment: int = _ALIGNMENT) -> dict[str, int]:
+    """Return where things of these sizes lie one behind the other, and their ``end``."""
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += round_up(size, alignment)
+    return {**offsets, "end": end}
 
 
 class Problem(enum.IntEnum):
@@ -104,14 +114,14 @@ class Dispatch:
         """In how many chunks the tokens of a rank come, at the most."""
         return math.ceil(self.max_tokens / self.chunk_tokens)
 
-    def arena_offsets(self) -> dict[str, int]:
-        """Return where everything lies in the arena of every rank, in bytes, and the ``end``.
+    def arena_sizes(self) -> dict[str, int]:
+        """Return the bytes of everything in the arena of every rank.
 
         The place of a rank's own tokens among those that land holds them if the caller's array is
         no segment's.
         """
         routes, experts = self.max_tokens * self.slots, max(self.experts_of)
-        sizes = {
+        return {
             "summary": 3 * _WORD,
             "shares": self.experts * _SHARE_BYTES,
             "routes": routes * _ROUTE_BYTES,
@@ -125,21 +135,18 @@ class Dispatch:
             "places": max(self.capacities) * _PLACE_BYTES,
             "landing": self.ranks * self.max_tokens * self.pitch,
         }
-        offsets, end = {}, 0
-        for name, size in sizes.items():
-            offsets[name] = end
-            end += round_up(size, _ALIGNMENT)
-        return {**offsets, "end": end}
 
-    def signal_offsets(self) -> dict[str, int]:
-        """Return where signals are in the arena, counted in words, and the ``end``."""
-        placed = 1 + self.ranks * self.chunks
-        end = placed + max(self.experts_of) * self.ranks
-        return {"routed": 0, "arrived": 1, "placed": placed, "end": end}
+    def signal_sizes(self) -> dict[str, int]:
+        """Return the words of everything among the signals."""
+        return {
+            "routed": 1,
+            "arrived": self.ranks * self.chunks,
+            "placed": max(self.experts_of) * self.ranks,
+        }
 
     def need(self) -> tuple[int, int]:
         """Return the signals and bytes of an arena that serves every rank."""
-        return self.signal_offsets()["end"], self.arena_offsets()["end"]
+        return offsets_of(self.signal_sizes(), 1)["end"], offsets_of(self.arena_sizes())["end"]
 
     @property
     def parts(self) -> int:
@@ -250,6 +257,179 @@ class MoeDispatchGemmPlan(PlanFile):
                 f"{self.memory} bytes of tables, landing zone and signals",
             )
         )
+
+
+@dataclass(frozen=True)
+class Combine:
+    """What all ranks must agree on to add up what experts have made, and what follows from it.
+
+    Attributes
+    ----------
+    ranks : int
+    n : int
+        Columns of a row.
+    slots : int
+        Rows that are made of a token, at the most (k).
+    dtype, transfer_dtype : numpy.dtype
+        Of the rows and the result; of sums on their way.
+    max_tokens : int
+        The most tokens of a rank.
+    chunk_bytes : int or None
+        About how much is sent at a time.
+    """
+
+    ranks: int
+    n: int
+    slots: int
+    dtype: np.dtype
+    transfer_dtype: np.dtype
+    max_tokens: int
+    chunk_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """All of it, as the ranks compare it and errors show it."""
+        chunk = "" if self.chunk_bytes is None else f", chunk_bytes={self.chunk_bytes}"
+        return (
+            f"moe_combine(N={self.n}, k={self.slots}, {self.dtype.name} by way of "
+            f"{self.transfer_dtype.name}, max_tokens={self.max_tokens}{chunk})"
+        )
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from the sum for one token to the next."""
+        return line_pitch(self.n, self.transfer_dtype)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose sums are sent together."""
+        line = max(1, self.n * self.transfer_dtype.itemsize)
+        return max(1, min((self.chunk_bytes or _CHUNK_BYTES) // line, self.max_tokens))
+
+    @property
+    def chunks(self) -> int:
+        """In how many chunks the tokens of a rank come, at the most."""
+        return math.ceil(self.max_tokens / self.chunk_tokens)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Scratch memory of an agent: what Combination of combine.cuh calls lines."""
+        return 2 * self.n * accumulator_dtype(self.dtype).itemsize
+
+    def arena_sizes(self) -> dict[str, int]:
+        """Return the bytes of everything in the arena."""
+        weights = self.max_tokens * self.slots * accumulator_dtype(self.dtype).itemsize
+        return {"weights": weights, "sums": self.ranks * self.max_tokens * self.pitch}
+
+    def signal_sizes(self) -> dict[str, int]:
+        """Return the words of everything among the signals."""
+        return {
+            "computed": MOST_COMPUTE_AGENTS,
+            "summed": self.ranks * self.chunks,
+            "rows": self.ranks * self.max_tokens * self.slots,
+        }
+
+    def need(self) -> tuple[int, int]:
+        """Return the signals and bytes of an arena that serves every rank."""
+        return offsets_of(self.signal_sizes(), 1)["end"], offsets_of(self.arena_sizes())["end"]
+
+
+@dataclass(frozen=True)
+class MoeCombinePlan(PlanFile):
+    """The plan of `moe_combine` on one rank.
+
+    Attributes
+    ----------
+    rank, ranks : int
+    n : int
+        Columns of a row.
+    slots : int
+        Rows that are made of a token, at the most (k).
+    dtype, transfer_dtype : numpy.dtype
+        Of the rows and the result; of sums on their way.
+    max_tokens : int
+        The most tokens of a rank.
+    target, engine : str
+    chunk_bytes : int
+        How much was to be sent at a time.
+    split : tuple of int
+        (movers, compute): agents per role.
+    shared_bytes : int
+        Scratch memory of an agent.
+    """
+
+    operator: ClassVar[str] = "moe_combine"
+    more_dtypes: ClassVar[tuple[str, ...]] = ("transfer_dtype",)
+
+    rank: int
+    ranks: int
+    n: int
+    slots: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    transfer_dtype: np.dtype
+    max_tokens: int
+    target: str
+    engine: str
+    chunk_bytes: int
+    split: tuple[int, int]
+    shared_bytes: int
+
+    @property
+    def combine(self) -> Combine:
+        """What the ranks have agreed on."""
+        return Combine(
+            ranks=self.ranks,
+            n=self.n,
+            slots=self.slots,
+            dtype=self.dtype,
+            transfer_dtype=self.transfer_dtype,
+            max_tokens=self.max_tokens,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    @property
+    def options(self) -> Options:
+        """What makes an operator choose this plan again."""
+        return Options(self.split, None, self.chunk_bytes, self.transfer_dtype)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this rank shares with its peers for it: sums, weights, signals."""
+        signals, nbytes = self.combine.need()
+        return nbytes + 8 * signals
+
+    def explain(self) -> str:
+        """Return the plan in words, one choice a line."""
+        movers, compute = self.split
+        return "\n".join(
+            (
+                f"moe_combine: up to {self.max_tokens} tokens a rank of {self.n} columns, "
+                f"{self.slots} rows each, {self.dtype.name}, rank {self.rank} of {self.ranks}",
+                f"target {self.target}: {compute} agents add the rows of a rank, in the order of "
+                f"slots, and {movers} those of all ranks, in the order of ranks; sums cross links "
+                f"as {self.transfer_dtype.name}, {self.combine.chunk_tokens} tokens at a time, "
+                f"through {self.memory} bytes",
+            )
+        )
+
+
+def plan_moe_combine(rank: int, combine: Combine, options: Options) -> MoeCombinePlan:
+    """Choose a plan for the host target."""
+    return MoeCombinePlan(
+        rank=rank,
+        ranks=combine.ranks,
+        n=combine.n,
+        slots=combine.slots,
+        dtype=combine.dtype,
+        out_dtype=combine.dtype,
+        transfer_dtype=combine.transfer_dtype,
+        max_tokens=combine.max_tokens,
+        target="host",
+        engine="host",
+        chunk_bytes=combine.chunk_bytes or _CHUNK_BYTES,
+        split=expert_split(combine.ranks, options),
+        shared_bytes=combine.shared_bytes,
+    )
 
 
 def plan_moe_dispatch_gemm(rank: int, dispatch: Dispatch, options: Options) -> MoeDispatchGemmPlan:

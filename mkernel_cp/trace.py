@@ -29,6 +29,7 @@ _AWAITED = {
     Awaited.READ: "rank {peer} to have read",
     Awaited.TURN: "turn",
     Awaited.ROUTES: "routes, part {index}",
+    Awaited.ROWS: "rows of compute agent {index}",
 }
 
 

@@ -585,7 +585,7 @@ class Simulated:
                 options=mk.Options(split, (2, 1, 2), 24),
             )
             out = np.empty((16, 2), np.float32)
-            layout = mk.DispatchLayout(len(w), 16, comm.machine)
+            layout = mk.DispatchLayout(step.plan, comm.machine)
             comm.hooks.lanes = lanes
             return comm, step, (x, ids), out, layout, step.prepare(x, ids, w, (out, layout))
 

@@ -15,6 +15,7 @@ from ..moe_plan import (
     Dispatch,
     MoeDispatchGemmPlan,
     Problem,
+    offsets_of,
     plan_moe_dispatch_gemm,
     problem_text,
 )
@@ -132,13 +133,17 @@ class DispatchLayout:
     source_rank, source_token, source_slot : (capacity,) array of int32
         Row i is ``x[source_token[i]]`` of rank ``source_rank[i]``, because its
         ``topk_idx[source_token[i], source_slot[i]]`` is the expert. Only as far as there are rows.
+    tokens, max_tokens, slots : int
+        How many tokens this rank passed, how many a rank may pass, and how many experts a token may
+        choose.
     """
 
-    def __init__(self, experts: int, capacity: int, machine: Any):
+    def __init__(self, plan: MoeDispatchGemmPlan, machine: Any):
         self._machine = machine
-        self.expert_offsets = machine.empty((experts + 1,), np.dtype(np.int64))
+        self.tokens, self.max_tokens, self.slots = 0, plan.max_tokens, plan.slots
+        self.expert_offsets = machine.empty((plan.experts + 1,), np.dtype(np.int64))
         self.source_rank, self.source_token, self.source_slot = (
-            machine.empty((capacity,), np.dtype(np.int32)) for _ in range(3)
+            machine.empty((plan.capacity,), np.dtype(np.int32)) for _ in range(3)
         )
 
     @property
@@ -156,6 +161,11 @@ class DispatchLayout:
         >>> rows = layout.trim(rows)
         """
         return rows[: int(self._machine.asnumpy(self.count))]
+
+    def put_into(self, origins: Any) -> None:
+        """Fill in a struct ``RowOrigins``, by which kernels find the arrays."""
+        for name in ("expert_offsets", "source_rank", "source_token", "source_slot"):
+            setattr(origins, name, self._machine.shadow(getattr(self, name)).ctypes.data)
 
     def _clear(self) -> None:
         """Say that there are no rows."""
@@ -231,7 +241,7 @@ class MoeDispatchGemm:
         structures, plan, agreed, comm = structs.shared(), self.plan, self._dispatch, self._comm
         self._arena = arena
         base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
-        at, words = agreed.arena_offsets(), agreed.signal_offsets()
+        at, words = offsets_of(agreed.arena_sizes()), offsets_of(agreed.signal_sizes(), 1)
         own = comm.rank * agreed.max_tokens * agreed.pitch
         self._stage = Location(arena.number, data + at["landing"] + own)
         constant = comm.machine.constant
@@ -321,6 +331,7 @@ class MoeDispatchGemm:
                 if target is not rows:
                     machine.copy(rows.array, target.array)
             self._raise_problem()
+            layout.tokens = len(own[0].shadow)
             return rows.array if out is None else out[0], layout
 
     def _raise_problem(self) -> None:
@@ -355,12 +366,13 @@ class MoeDispatchGemm:
         shape = plan.capacity, plan.n
         result = operands.output(rows, shape, plan.out_dtype, inputs, machine, "out[0]")
         if layout is None:
-            layout = DispatchLayout(plan.experts, plan.capacity, machine)
+            return result, DispatchLayout(plan, machine)
         have = len(layout.expert_offsets) - 1, len(layout.source_rank)
-        if have != (plan.experts, plan.capacity):
+        have += layout.max_tokens, layout.slots
+        need = plan.experts, plan.capacity, plan.max_tokens, plan.slots
+        if have != need:
             raise ValueError(
-                f"out[1] is for {have[0]} experts and {have[1]} rows: the result has "
-                f"{plan.experts} and {plan.capacity}"
+                f"out[1] is for (experts, rows, max_tokens, k) = {have}: the result has {need}"
             )
         return result, layout
 
@@ -370,10 +382,10 @@ class MoeDispatchGemm:
             machine.refuse_capture(self._what)
             self._bind(comm.arena)
         x, ids, w = own
-        if _element_steps(w.shadow) is None:
+        if element_steps(w.shadow) is None:
             w = operands.Operand("w", machine.empty(w.shadow.shape, w.shadow.dtype), machine)
             machine.copy(w.array, own[2].array)
-        if _element_steps(ids.shadow) is None:
+        if element_steps(ids.shadow) is None:
             ids = operands.Operand("ids", machine.empty(ids.shadow.shape, _IDS[1]), machine)
             machine.copy(ids.array, own[1].array)
         params = self._params
@@ -382,7 +394,7 @@ class MoeDispatchGemm:
         params.message.operand_pitch = pitch
         params.x.data, params.x.row_stride = x.shadow.ctypes.data, pitch // x.shadow.itemsize
         params.tokens = len(own[0].shadow)
-        steps = _element_steps(w.shadow)
+        steps = element_steps(w.shadow)
         params.w.data, (stride, params.w.row_stride, params.w.column_stride) = (
             w.shadow.ctypes.data,
             steps,
@@ -392,9 +404,8 @@ class MoeDispatchGemm:
         params.rows.row_stride, params.rows.column_stride = operands.strides(rows.shadow)
         choice = params.choice
         choice.ids, choice.wide = ids.shadow.ctypes.data, ids.shadow.dtype == _IDS[1]
-        choice.row_stride, choice.column_stride = _element_steps(ids.shadow)
-        for name in ("expert_offsets", "source_rank", "source_token", "source_slot"):
-            setattr(params.origins, name, machine.shadow(getattr(layout, name)).ctypes.data)
+        choice.row_stride, choice.column_stride = element_steps(ids.shadow)
+        layout.put_into(params.origins)
         request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
         return request, (x, ids, w, rows, layout)
 
@@ -557,7 +568,7 @@ def _leave_nothing(out: Any, comm: Communicator) -> None:
         layout._clear()
 
 
-def _element_steps(array: np.ndarray) -> tuple[int, ...] | None:
+def element_steps(array: np.ndarray) -> tuple[int, ...] | None:
     """Return strides in elements; None if a kernel cannot step through the array so."""
     # The stride of an axis of length 1 leads nowhere, and NumPy leaves anything there.
     steps = [

@@ -418,6 +418,42 @@ struct MoeDispatchGemmParams {
     u64 reserved[7];
 };
 
+// Sums over the rows of each token, which the ranks of its experts form for the rank that has it. `Place`s are what peers
+// read or raise, at the same place in every rank's segment.
+struct CombinePlan {
+    i64 n;
+    i64 slots;
+    i64 max_tokens;
+    i64 chunk_tokens;
+    i64 chunks;     // of a rank's tokens, at the most
+    u64 computing;  // agents that make rows
+    Place rows;     // [rank][token][slot]: as a signal, generation << 32 | row: which row is made of it here
+    Place sums;     // [rank][token]: for the peers, lines
+    i64 pitch;      // bytes from one to the next
+    Place summed;   // [rank][chunk]: signals: the rank's sums for this one's tokens are there
+    u64* computed;  // [compute agent]: signals: its rows are there, and what they are made of is known
+};
+
+// What does not change from call to call of moe_combine.
+struct MoeCombinePlan {
+    Split split;
+    u64 digest;
+    u64 experts;  // of this rank
+    CombinePlan combine;
+};
+
+struct MoeCombineParams {
+    Matrix rows;
+    Matrix out;
+    void* weights;  // of this rank's tokens, for each slot, without gaps
+    i64 tokens;
+    RowOrigins origins;
+    World* world;
+    MoeCombinePlan* plan;
+    CallMessage message;
+    u64 reserved[4];
+};
+
 // --- end of the shared structs ---------------------------------------------------------------------------------------
 
 }  // namespace mk
