@@ -29,6 +29,16 @@ EXPERTS = tuple(
         "test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan",
     )
 )
+COMBINED = tuple(
+    f"test_moe_combine.py::{name}"
+    for name in (
+        "test_every_interleaving_gives_the_right_result",
+        "test_a_stopped_rank_ends_all_waits_at_a_deadline",
+        "test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan",
+        "test_sums_cross_links_once_and_in_the_type_asked_for",
+        "test_sums_are_in_the_order_of_slots_and_then_of_ranks",
+    )
+)
 
 
 class Mutant(NamedTuple):
@@ -358,6 +368,61 @@ MUTANTS = {
         "        if (go) {",
         EXPERTS,
     ),
+    "combination: wait for the peers' sums": Mutant(
+        H + "combine.cuh",
+        "for (u64 peer : RingOrder(rank, launch_.size()))\n                here",
+        "for (u64 peer : RingOrder(0, 1))\n                here",
+        COMBINED,
+    ),
+    "combination: wait for the peers' sums, sanitized": Mutant(
+        H + "combine.cuh",
+        "for (u64 peer : RingOrder(rank, launch_.size()))\n                here",
+        "for (u64 peer : RingOrder(0, 1))\n                here",
+        SANITIZED,
+    ),
+    "combination: wait for all rows": Mutant(
+        H + "combine.cuh", "agent < plan_.computing; ++agent", "agent < 1; ++agent", COMBINED
+    ),
+    "combination: wait for all rows, sanitized": Mutant(
+        H + "combine.cuh", "agent < plan_.computing; ++agent", "agent < 1; ++agent", SANITIZED
+    ),
+    "combination: rows of an earlier call": Mutant(
+        H + "combine.cuh",
+        "if (words[slot] >= launch_.target(0)) return true;",
+        "if (words[slot] > 0) return true;",
+        COMBINED,
+    ),
+    "combination: sums before the peer's call": Mutant(
+        "moe_combine.cu",
+        "if (!launch.await_call(peer, plan.digest)) break;",
+        "if (!launch.live()) break;",
+        COMBINED,
+    ),
+    "combination: order of ranks": Mutant(
+        H + "combine.cuh",
+        "for (u64 source = 0; here && source < launch_.size(); ++source) {",
+        "for (u64 turn = 0; here && turn < launch_.size(); ++turn) {\n"
+        "                    const u64 source = (rank + turn) % launch_.size();",
+        COMBINED,
+    ),
+    "combination: sums in the rows' type": Mutant(
+        "moe_combine.cu",
+        "Combination<Type, PartialType> combination",
+        "Combination<Type, Type> combination",
+        COMBINED,
+    ),
+    "combination: NaN after a failure": Mutant(
+        H + "combine.cuh",
+        "here ? narrow<T>(total[i]) : not_a_number<T>()",
+        "narrow<T>(total[i])",
+        COMBINED,
+    ),
+    "combination: readers of the sums": Mutant(
+        "moe_combine.cu",
+        "launch.have_read(peer, launch.agent().count());",
+        "launch.have_read(peer, 1);",
+        COMBINED,
+    ),
 }
 
 
@@ -384,7 +449,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "cache")
-        for tests in (QUICK, SUMS, SANITIZED, ATTENTION, EXPERTS):
+        for tests in (QUICK, SUMS, SANITIZED, ATTENTION, EXPERTS, COMBINED):
             result = run(original, tests, cache)
             if result.returncode:
                 print(result.stdout[-4000:], result.stderr[-2000:])

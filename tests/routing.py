@@ -105,3 +105,37 @@ def expected(case, seed, rank, tokens=None):
         case.experts,
         case.out_dtype,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def router_weights_of(case, seed, tokens=None):
+    """The weights of the choices of all ranks."""
+    random = np.random.default_rng([seed, case.slots])
+    dtype = reference.accumulator_dtype(case.dtype)
+    return [
+        random.standard_normal((count, case.slots)).astype(dtype) for count in tokens or case.tokens
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def rows_of(case, seed, tokens=None):
+    """Rows of all ranks, as experts may have made them."""
+    random = np.random.default_rng([seed, case.n])
+    return [
+        random.standard_normal((route.expert_offsets[-1], case.n)).astype(case.dtype)
+        for rank in range(case.world)
+        for route in (reference.moe_routing(ids_of(case, seed, tokens), rank, case.experts),)
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def expected_sum(case, seed, rank, transfer_dtype=None, tokens=None):
+    """The reference of one rank."""
+    return reference.moe_combine(
+        rows_of(case, seed, tokens),
+        ids_of(case, seed, tokens),
+        router_weights_of(case, seed, tokens)[rank],
+        rank,
+        case.experts,
+        transfer_dtype,
+    )

@@ -11,9 +11,12 @@ import worlds
 from routing import ROUTINGS, ExpertCase, expected, ids_of, tokens_of, weights_of
 
 import mkernel_cp as mk
-from mkernel_cp import compiler
+from mkernel_cp import compiler, reference
 
 CASE = ExpertCase("threads", (13, 7, 0, 20), 8, 6, 6, 3, "float32")
+
+
+PLAN = mk.Options((2, 2), chunk_bytes=100)
 
 
 def program(comm, lanes):
@@ -37,6 +40,11 @@ def program(comm, lanes):
         rows, layout = steps[number % 2](x, ids_of(case, number)[rank], w)
         if expected(case, number, rank)[0].check(layout.trim(rows)) > 1:
             raise SystemExit("wrong result")
+        weights = np.full((len(x), 3), 0.5, np.float32)
+        summed = mk.moe_combine(rows, weights, layout, comm=comm, options=PLAN)
+        blocks = comm.agree("rows", lambda layout=layout, rows=rows: np.array(layout.trim(rows)))
+        if reference.moe_combine(blocks, ids_of(case, number), weights, rank, 6).check(summed) > 1:
+            raise SystemExit("wrong sums")
 
 
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):
