@@ -22,7 +22,6 @@ using PartialType = MK_TRANSFER_TYPE;
 MK_KERNEL(moe_combine, MoeCombineParams, p) {
     const MoeCombinePlan& plan = *p.plan;
     Launch launch(p.world, plan.split);
-    using Acc = Accumulator<Type>;
     Combination<Type, PartialType> combination(launch, plan.combine, p.rows);
 
     if (launch.agent().index() == 0) launch.announce(p.message);
@@ -36,12 +35,12 @@ MK_KERNEL(moe_combine, MoeCombineParams, p) {
         combination.computed();
         for (u64 peer : RingOrder(launch.rank(), launch.size())) {
             if (!launch.await_call(peer, plan.digest)) break;
-            combination.sum_for(peer, static_cast<const Acc*>(launch.at(peer, launch.message_of(peer).operand)));
+            combination.sum_for(peer);
         }
     }
 
     if (launch.is(Role::mover) || plan.split.movers == 0)
-        combination.collect(p.tokens, static_cast<const Acc*>(p.weights), p.out);
+        combination.collect(p.tokens, p.out);
 
     for (u64 peer : RingOrder(launch.rank(), launch.size())) launch.have_read(peer, launch.agent().count());
     launch.finish();  // peers have read our weights and sums: inputs are free, outputs complete

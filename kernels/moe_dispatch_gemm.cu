@@ -38,19 +38,11 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
             Courier<> courier(self, scratch);
             TokenLanding landing(self, plan.routing, plan.landing, p.origins.expert_offsets);
             const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
-            const auto note = [&](i64 row, u64 source, const Route& route) {
+            landing.bring(courier, own, [&](i64 row, u64 source, const Route& route) {
                 p.origins.source_rank[row] = i32(source);
                 p.origins.source_token[row] = i32(route.token);
                 p.origins.source_slot[row] = i32(route.slot);
-            };
-            for (u64 expert = 0; expert < plan.experts; ++expert) {
-                landing.bring(courier, expert, rank, own, note);
-                for (u64 peer : RingOrder(rank, size)) {
-                    const CallMessage& theirs = self.message_of(peer);
-                    landing.bring(courier, expert, peer,
-                                  {static_cast<u8*>(self.at(peer, theirs.operand)), i64(theirs.operand_pitch)}, note);
-                }
-            }
+            });
             landing.finish(courier);
         }
         for (u64 peer : RingOrder(rank, size)) self.have_read(peer, self.members());

@@ -151,15 +151,13 @@ class MoeCombine:
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
             experts=self._spec.experts,
-            combine=combine_plan(asked, plan.split[1], arena, comm, data + at["sums"], 0),
+            combine=combine_plan(asked, plan.split[1], arena, comm, (at["weights"], at["sums"]), 0),
         )
         self._constants = comm.machine.constant(constants)
         self._params = structures.MoeCombineParams(
             world=comm.world_address, plan=self._constants.address
         )
-        message = self._params.message
-        message.digest = constants.digest
-        message.operand.segment, message.operand.offset = self._stage.segment, self._stage.offset
+        self._params.message.digest = constants.digest
 
     def __call__(
         self,
@@ -220,12 +218,12 @@ class MoeCombine:
                 "rows", machine.empty(rows.shadow.shape, rows.shadow.dtype), machine
             )
             machine.copy(rows.array, own[0].array)
-        staged = stage(weights, self._stage, comm)
+        stage(weights, self._stage, comm)
         params = self._params
         for to, array in ((params.rows, rows.shadow), (params.out, result.shadow)):
             to.data = array.ctypes.data
             to.row_stride, to.column_stride = operands.strides(array)
-        params.weights, params.tokens = staged.ctypes.data, len(staged)
+        params.tokens = len(weights.shadow)
         layout.put_into(params.origins)
         request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
         return request, (rows, weights, layout, result)
@@ -241,16 +239,20 @@ class MoeCombine:
         self.close()
 
 
-def stage(weights: operands.Operand, place: Location, comm: Communicator) -> np.ndarray:
+def stage(weights: operands.Operand, place: Location, comm: Communicator) -> None:
     """Copy weights of tokens to where the peers read them."""
     segment, array = comm.segments[place.segment], weights.shadow
     staged = segment.bytes[place.offset :][: array.nbytes].view(array.dtype).reshape(array.shape)
     comm.machine.copy(staged, weights.array)
-    return staged
 
 
 def combine_plan(
-    asked: Combine, computing: int, arena: Arena, comm: Communicator, sums: int, signals: int
+    asked: Combine,
+    computing: int,
+    arena: Arena,
+    comm: Communicator,
+    at: tuple[int, int],
+    signals: int,
 ) -> Any:
     """Return the struct ``CombinePlan``.
 
@@ -261,12 +263,13 @@ def combine_plan(
         Agents that make rows.
     arena : Arena
     comm : Communicator
-    sums : int
-        Where the sums lie in the arena's segment, in bytes.
+    at : tuple of int
+        Where weights and sums lie in the arena's data, in bytes.
     signals : int
         The first word of the signals.
     """
     structures, words = structs.shared(), offsets_of(asked.signal_sizes(), 1)
+    data = arena.data_offset_for(arena.signals)
 
     def place(name: str) -> Any:
         return structures.Place(arena.number, 8 * (signals + words[name]))
@@ -279,7 +282,8 @@ def combine_plan(
         chunks=asked.chunks,
         computing=computing,
         rows=place("rows"),
-        sums=structures.Place(arena.number, sums),
+        weights=structures.Place(arena.number, data + at[0]),
+        sums=structures.Place(arena.number, data + at[1]),
         pitch=asked.pitch,
         summed=place("summed"),
         computed=comm.segments[arena.number].address + 8 * (signals + words["computed"]),

@@ -26,8 +26,8 @@ public:
         launch_.raise<Scope::device>(&plan_.computed[launch_.member()], 1, Writes().complete(launch_.agent()));
     }
 
-    // Forms this agent's share of the sums for a peer that has called. `weights`: the peer's.
-    MK_DEVICE void sum_for(u64 peer, const Acc* weights) {
+    // Forms this agent's share of the sums for a peer that has called.
+    MK_DEVICE void sum_for(u64 peer) {
         if (!await_rows()) return;
         const Agent& agent = launch_.agent();
         for (i64 chunk = i64(launch_.member()); chunk < plan_.chunks; chunk += i64(launch_.members())) {
@@ -35,7 +35,7 @@ public:
             for (i64 token = tokens.begin; token < tokens.end; ++token) {
                 if (!sends(launch_.rank(), peer, token)) continue;
                 Acc* sums = line(0);
-                add_rows(sums, peer, token, weights);
+                add_rows(sums, peer, token);
                 Partial* to = sums_at(launch_.rank(), peer, token);
                 for (i64 i = agent.lane(); i < plan_.n; i += agent.lanes()) to[i] = narrow<Partial>(sums[i]);
             }
@@ -44,7 +44,7 @@ public:
     }
 
     // Adds this agent's share of this rank's tokens up, rank by rank, and stores them.
-    MK_DEVICE void collect(i64 tokens, const Acc* weights, const Matrix& out) {
+    MK_DEVICE void collect(i64 tokens, const Matrix& out) {
         const Agent& agent = launch_.agent();
         const u64 rank = launch_.rank();
         u64 brought = 0;
@@ -60,7 +60,7 @@ public:
                 for (u64 source = 0; here && source < launch_.size(); ++source) {
                     if (!sends(source, rank, token)) continue;
                     if (source == rank) {
-                        add_rows(own, rank, token, weights);
+                        add_rows(own, rank, token);
                         each_column([&](i64 i) { total[i] += own[i]; });
                     } else {
                         const Partial* from = sums_at(source, rank, token);
@@ -74,6 +74,7 @@ public:
                 });
             }
         }
+        agent.sync();  // all lanes have read what the peers may now overwrite
         if (agent.lane() == 0) fetch_add(launch_.world().bytes_from_peers, brought);
     }
 
@@ -114,13 +115,14 @@ private:
     }
 
     // The sum over the slots of a token that have a row here, in their order.
-    MK_DEVICE void add_rows(Acc* sums, u64 source, i64 token, const Acc* weights) const {
+    MK_DEVICE void add_rows(Acc* sums, u64 source, i64 token) const {
+        const Acc* weights = static_cast<const Acc*>(launch_.at(source, plan_.weights)) + token * plan_.slots;
         const u64* words = row_words(launch_.rank(), source, token);
         each_column([&](i64 i) { sums[i] = 0; });
         for (i64 slot = 0; slot < plan_.slots; ++slot) {
             if (words[slot] < launch_.target(0)) continue;
             const T* row = static_cast<const T*>(rows_.data) + i64(words[slot] - launch_.target(0)) * rows_.row_stride;
-            const Acc weight = weights[token * plan_.slots + slot];
+            const Acc weight = weights[slot];
             each_column([&](i64 i) { sums[i] += weight * Acc(widen(row[i * rows_.column_stride])); });
         }
     }

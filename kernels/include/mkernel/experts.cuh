@@ -230,29 +230,17 @@ public:
         : launch_(launch), routing_(routing), plan_(plan), offsets_(expert_offsets),
           experts_(ExpertSplit(routing.experts, launch.size()).count(launch.rank())) {}
 
-    // This mover's share of what a rank sends to an expert: says where the rows are, and brings the tokens that have not
-    // come before. `theirs`: the tokens of that rank, where they can be read. note(row, source, route) keeps what
-    // a row is.
+    // Brings this mover's share of the tokens that the experts here want, in the order in which they need them: says where
+    // the rows of each expert are, and fetches the tokens that have not come for an earlier one. `own`: this rank's, which
+    // stay where they are. note(row, source, route) keeps what a row is.
     template <bool aligned, class Note>
-    MK_DEVICE void bring(Courier<aligned>& courier, u64 expert, u64 source, Lines theirs, Note note) {
-        const Delivery& delivery = plan_delivery(expert, source);
-        if ((expert * launch_.size() + source) % launch_.members() == launch_.member())
-            place(delivery, expert, source, theirs, note);
-        if (source == launch_.rank() || !launch_.live()) return;
-        const Delivery& last = plan_delivery(experts_ - 1, source);
-        const u32* tokens = static_cast<const u32*>(launch_.at(source, routing_.tokens)) + delivery.token;
-        const i64 end = delivery.landed + delivery.tokens, all = last.landed + last.tokens;
-        for (i64 chunk = ceil_div(delivery.landed, plan_.chunk_tokens); chunk * plan_.chunk_tokens < end; ++chunk) {
-            if ((u64(chunk) + source) % launch_.members() != launch_.member()) continue;
-            const Range landing = block(chunk, plan_.chunk_tokens, all);
-            const u64 index = chunk_of(source, landing.begin);
-            const Span span(launch_, launch_.agent().lane() == 0, Traced::copy, source,
-                            u64(landing.size() * plan_.bytes), index);
-            for (i64 i = landing.begin; i < landing.end; ++i)
-                courier.send({token_at(source, i), plan_.pitch},
-                             {theirs.data + tokens[i - delivery.landed] * theirs.pitch, theirs.pitch}, 1, plan_.bytes,
-                             i + 1 < landing.end ? nullptr : &plan_.arrived[index]);
-            pulled_ += u64(landing.size() * plan_.bytes);
+    MK_DEVICE void bring(Courier<aligned>& courier, Lines own, Note note) {
+        for (u64 expert = 0; expert < experts_; ++expert) {
+            if (is_mine(expert, launch_.rank())) place(expert, launch_.rank(), own, note);
+            for (u64 peer : RingOrder(launch_.rank(), launch_.size())) {
+                if (is_mine(expert, peer)) place(expert, peer, own, note);
+                fetch(courier, expert, peer);
+            }
         }
     }
 
@@ -269,12 +257,12 @@ public:
     MK_DEVICE bool wait(const Agent& who, const Tile& tile) {
         if (tile.source == known_.expert && tile.rows.begin == known_.row) return true;
         for (u64 source = 0; source < launch_.size(); ++source) {
-            const Delivery& delivery = plan_delivery(tile.source, source);
+            const Delivery& delivery = delivery_of(tile.source, source);
             const i64 own_end = delivery.row + delivery.rows;
             const i64 begin = tile.rows.begin > delivery.row ? tile.rows.begin : delivery.row;
             const i64 end = tile.rows.end < own_end ? tile.rows.end : own_end;
             if (begin >= end) continue;
-            const u64 unit = tile.source * launch_.size() + source;
+            const u64 unit = unit_of(tile.source, source);
             if (!launch_.wait(who, &plan_.placed[unit], 1, {Awaited::routes, everyone, 1 + unit})) return false;
             u64 last = no_chunk;
             for (const RowPlace *place = rows(tile).places + (begin - tile.rows.begin), *behind = place + (end - begin);
@@ -291,7 +279,7 @@ public:
 private:
     static constexpr u64 no_chunk = ~u64(0);
 
-    MK_DEVICE const Delivery& plan_delivery(u64 expert, u64 source) const {
+    MK_DEVICE const Delivery& delivery_of(u64 expert, u64 source) const {
         return routing_.deliveries[expert * launch_.size() + source];
     }
     MK_DEVICE i64 first_row(const Tile& tile) const { return offsets_[tile.source] + tile.rows.begin; }
@@ -302,21 +290,49 @@ private:
         return static_cast<u8*>(plan_.tokens) + (i64(source) * routing_.max_tokens + landed) * plan_.pitch;
     }
 
-    // Says where the rows of a delivery are, and where they come from.
+    MK_DEVICE bool is_mine(u64 expert, u64 source) const {
+        return unit_of(expert, source) % launch_.members() == launch_.member();
+    }
+    MK_DEVICE u64 unit_of(u64 expert, u64 source) const { return expert * launch_.size() + source; }
+
+    template <bool aligned>
+    MK_DEVICE void fetch(Courier<aligned>& courier, u64 expert, u64 source) {
+        if (!launch_.live()) return;
+        const CallMessage& message = launch_.message_of(source);
+        const Lines theirs{static_cast<u8*>(launch_.at(source, message.operand)), i64(message.operand_pitch)};
+        const Delivery &delivery = delivery_of(expert, source), &last = delivery_of(experts_ - 1, source);
+        const u32* tokens = static_cast<const u32*>(launch_.at(source, routing_.tokens)) + delivery.token;
+        const i64 end = delivery.landed + delivery.tokens, all = last.landed + last.tokens;
+        for (i64 chunk = ceil_div(delivery.landed, plan_.chunk_tokens); chunk * plan_.chunk_tokens < end; ++chunk) {
+            if ((u64(chunk) + source) % launch_.members() != launch_.member()) continue;
+            const Range landing = block(chunk, plan_.chunk_tokens, all);
+            const u64 index = chunk_of(source, landing.begin);
+            const Span span(launch_, launch_.agent().lane() == 0, Traced::copy, source,
+                            u64(landing.size() * plan_.bytes), index);
+            for (i64 i = landing.begin; i < landing.end; ++i)
+                courier.send({token_at(source, i), plan_.pitch},
+                             {theirs.data + tokens[i - delivery.landed] * theirs.pitch, theirs.pitch}, 1, plan_.bytes,
+                             i + 1 < landing.end ? nullptr : &plan_.arrived[index]);
+            pulled_ += u64(landing.size() * plan_.bytes);
+        }
+    }
+
+    // Says where the rows that a rank sends to an expert are, and what they are.
     template <class Note>
-    MK_DEVICE void place(const Delivery& delivery, u64 expert, u64 source, Lines theirs, Note note) {
+    MK_DEVICE void place(u64 expert, u64 source, Lines own, Note note) {
         const Agent& agent = launch_.agent();
         if (!launch_.live()) return;
+        const Delivery& delivery = delivery_of(expert, source);
         const Route* routes = static_cast<const Route*>(launch_.at(source, routing_.routes)) + delivery.route;
         const i64 first = offsets_[expert] + delivery.row;
         for (i64 i = agent.lane(); i < delivery.rows; i += agent.lanes()) {
             const Route route = routes[i];
             note(first + i, source, route);
             plan_.places[first + i] = source == launch_.rank()
-                                          ? RowPlace{theirs.data + route.token * theirs.pitch, no_chunk}
+                                          ? RowPlace{own.data + route.token * own.pitch, no_chunk}
                                           : RowPlace{token_at(source, route.landed), chunk_of(source, route.landed)};
         }
-        launch_.raise<Scope::device>(&plan_.placed[expert * launch_.size() + source], 1, Writes().complete(agent));
+        launch_.raise<Scope::device>(&plan_.placed[unit_of(expert, source)], 1, Writes().complete(agent));
     }
 
     Launch& launch_;
@@ -332,11 +348,14 @@ private:
 };
 
 // The tiles of one agent out of `agents`: expert by expert, so that the weights of each are read once; within it a group
-// of row blocks, whose rows arrive together, with all columns before the next. Tile::source is the expert.
+// of row blocks, whose rows arrive together, with all columns before the next. Tile::source is the expert. Where products
+// come in pairs, `columns` apart, the two tiles of a pair follow each other.
 class ExpertTiles {
 public:
-    MK_DEVICE ExpertTiles(const i64* offsets, u64 experts, i64 columns, TileShape tile, u64 agent, u64 agents)
-        : offsets_(offsets), experts_(experts), columns_(columns), tile_(tile), agent_(agent), agents_(agents) {}
+    MK_DEVICE ExpertTiles(const i64* offsets, u64 experts, i64 columns, TileShape tile, u64 agent, u64 agents,
+                          bool pairs = false)
+        : offsets_(offsets), experts_(experts), columns_(columns), tile_(tile), agent_(agent), agents_(agents),
+          pairs_(pairs) {}
 
     class Iterator {
     public:
@@ -348,10 +367,14 @@ public:
             const u64 group = RingTiles::group, across = tiles_.across(), blocks = tiles_.blocks(expert_);
             const u64 first = index_ / (group * across) * group, rest = index_ - first * across;
             const u64 height = blocks - first < group ? blocks - first : group;
+            const Range columns = block(i64(rest / height), tiles_.tile_.columns, tiles_.columns_);
+            const i64 shift = second_ ? tiles_.columns_ : 0;
             return {expert_, block(i64(first + rest % height), tiles_.tile_.rows, tiles_.rows(expert_)),
-                    block(i64(rest / height), tiles_.tile_.columns, tiles_.columns_)};
+                    {columns.begin + shift, columns.end + shift}};
         }
         MK_DEVICE Iterator& operator++() {
+            second_ = tiles_.pairs_ && !second_;
+            if (second_) return *this;
             index_ += tiles_.agents_;
             settle();
             return *this;
@@ -368,6 +391,7 @@ public:
         }
         const ExpertTiles& tiles_;
         u64 expert_, index_;
+        bool second_ = false;  // of a pair
     };
     MK_DEVICE Iterator begin() const { return {*this, 0, agent_}; }
     MK_DEVICE Iterator end() const { return {*this, experts_, 0}; }
@@ -382,6 +406,7 @@ private:
     i64 columns_;
     TileShape tile_;
     u64 agent_, agents_;
+    bool pairs_;
 };
 
 }  // namespace mk

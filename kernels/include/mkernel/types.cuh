@@ -427,6 +427,7 @@ struct CombinePlan {
     i64 chunk_tokens;
     i64 chunks;     // of a rank's tokens, at the most
     u64 computing;  // agents that make rows
+    Place weights;  // [token][slot] of this rank's tokens
     Place rows;     // [rank][token][slot]: as a signal, generation << 32 | row: which row is made of it here
     Place sums;     // [rank][token]: for the peers, lines
     i64 pitch;      // bytes from one to the next
@@ -445,13 +446,12 @@ struct MoeCombinePlan {
 struct MoeCombineParams {
     Matrix rows;
     Matrix out;
-    void* weights;  // of this rank's tokens, for each slot, without gaps
     i64 tokens;
     RowOrigins origins;
     World* world;
     MoeCombinePlan* plan;
     CallMessage message;
-    u64 reserved[4];
+    u64 reserved[5];
 };
 
 // --- end of the shared structs ---------------------------------------------------------------------------------------
