@@ -25,6 +25,7 @@ from .operators.gemm_allreduce import GemmAllReduce, gemm_allreduce
 from .operators.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
 from .operators.moe_combine import MoeCombine, moe_combine
 from .operators.moe_dispatch_gemm import DispatchLayout, MoeDispatchGemm, moe_dispatch_gemm
+from .operators.moe_layer import MoeLayer, moe_layer
 from .operators.ring_attention import RingAttention, ring_attention, zigzag_join, zigzag_split
 from .plan import Options
 from .trace import trace
@@ -48,6 +49,7 @@ __all__ = [
     "Module",
     "MoeCombine",
     "MoeDispatchGemm",
+    "MoeLayer",
     "NetworkError",
     "Options",
     "OutOfMemoryError",
@@ -62,6 +64,7 @@ __all__ = [
     "include_dir",
     "moe_combine",
     "moe_dispatch_gemm",
+    "moe_layer",
     "ring_attention",
     "trace",
     "zigzag_join",

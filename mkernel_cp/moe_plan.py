@@ -432,6 +432,235 @@ def plan_moe_combine(rank: int, combine: Combine, options: Options) -> MoeCombin
     )
 
 
+ACTIVATIONS = ("swiglu", "gelu", "silu", None)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What all ranks must agree on for a layer of experts, and what follows from it for each.
+
+    Attributes
+    ----------
+    ranks : int
+    h, inner, n : int
+        Columns of a token; of what is between the two products; of the result.
+    experts, slots : int
+        Of all ranks; those that a token may want (k).
+    dtype, transfer_dtype : numpy.dtype
+        Of everything; of sums on their way.
+    activation : str or None
+    max_tokens, capacity, chunk_bytes : int or None
+        As for `Dispatch`.
+    """
+
+    ranks: int
+    h: int
+    inner: int
+    n: int
+    experts: int
+    slots: int
+    dtype: np.dtype
+    transfer_dtype: np.dtype
+    activation: str | None
+    max_tokens: int | None
+    capacity: int | None = None
+    chunk_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """All of it, as the ranks compare it and errors show it."""
+        chunk = "" if self.chunk_bytes is None else f", chunk_bytes={self.chunk_bytes}"
+        return (
+            f"moe_layer(H={self.h}, I={self.inner}, N={self.n}, num_experts={self.experts}, "
+            f"k={self.slots}, {self.dtype.name} by way of {self.transfer_dtype.name}, "
+            f"activation={self.activation}, max_tokens={self.max_tokens}, "
+            f"capacity={self.capacity}{chunk})"
+        )
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """How tokens come to the experts."""
+        return Dispatch(
+            ranks=self.ranks,
+            h=self.h,
+            n=self.inner,
+            experts=self.experts,
+            slots=self.slots,
+            dtype=self.dtype,
+            out_dtype=self.dtype,
+            max_tokens=self.max_tokens,
+            capacity=self.capacity,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    @property
+    def combine(self) -> Combine:
+        """How what experts have made comes back."""
+        return Combine(
+            ranks=self.ranks,
+            n=self.n,
+            slots=self.slots,
+            dtype=self.dtype,
+            transfer_dtype=self.transfer_dtype,
+            max_tokens=self.max_tokens,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    def arena_sizes(self) -> dict[str, int]:
+        """Return the bytes of everything in the arena of every rank."""
+        return {**self.dispatch.arena_sizes(), **self.combine.arena_sizes()}
+
+    def signal_sizes(self) -> dict[str, int]:
+        """Return the words of everything among the signals."""
+        return {**self.dispatch.signal_sizes(), **self.combine.signal_sizes()}
+
+    def need(self) -> tuple[int, int]:
+        """Return the signals and bytes of an arena that serves every rank."""
+        return offsets_of(self.signal_sizes(), 1)["end"], offsets_of(self.arena_sizes())["end"]
+
+
+@dataclass(frozen=True)
+class MoeLayerPlan(PlanFile):
+    """The plan of `moe_layer` on one rank.
+
+    Attributes
+    ----------
+    rank, ranks : int
+    h, inner, n : int
+        Columns of a token; of what is between the two products; of the result.
+    num_experts, slots : int
+        Experts of all ranks, and those that a token may want (k).
+    dtype, transfer_dtype : numpy.dtype
+    activation : str or None
+    max_tokens : int
+        The most tokens that a rank may pass.
+    max_capacity : int or None
+        The most rows of a rank's experts that were asked for.
+    target, engine : str
+    tile : tuple of int
+        (rows, columns, k) of what is computed at a time.
+    chunk_bytes : int
+        How much was to be moved at a time.
+    split : tuple of int
+        (movers, compute): agents per role.
+    shared_bytes : int
+        Scratch memory of an agent.
+    """
+
+    operator: ClassVar[str] = "moe_layer"
+    more_dtypes: ClassVar[tuple[str, ...]] = ("transfer_dtype",)
+
+    rank: int
+    ranks: int
+    h: int
+    inner: int
+    n: int
+    num_experts: int
+    slots: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    transfer_dtype: np.dtype
+    activation: str | None
+    max_tokens: int
+    max_capacity: int | None
+    target: str
+    engine: str
+    tile: tuple[int, int, int]
+    chunk_bytes: int
+    split: tuple[int, int]
+    shared_bytes: int
+
+    @property
+    def layer(self) -> Layer:
+        """What the ranks have agreed on."""
+        return Layer(
+            ranks=self.ranks,
+            h=self.h,
+            inner=self.inner,
+            n=self.n,
+            experts=self.num_experts,
+            slots=self.slots,
+            dtype=self.dtype,
+            transfer_dtype=self.transfer_dtype,
+            activation=self.activation,
+            max_tokens=self.max_tokens,
+            capacity=self.max_capacity,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    @property
+    def experts(self) -> int:
+        """Experts of this rank."""
+        return self.layer.dispatch.experts_of[self.rank]
+
+    @property
+    def capacity(self) -> int:
+        """The most rows of this rank's experts."""
+        return self.layer.dispatch.capacities[self.rank]
+
+    @property
+    def hidden_tiles(self) -> int:
+        """The most tiles of what is between the products; see FinishedTiles of activation.cuh."""
+        row_blocks = self.capacity // self.tile[0] + self.experts + 1
+        return row_blocks * math.ceil(self.inner / self.tile[1])
+
+    @property
+    def options(self) -> Options:
+        """What makes an operator choose this plan again."""
+        return Options(self.split, self.tile, self.chunk_bytes, self.transfer_dtype)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this rank shares with its peers for it: tables, tokens, sums, signals."""
+        signals, nbytes = self.layer.need()
+        return nbytes + 8 * signals
+
+    def explain(self) -> str:
+        """Return the plan in words, one choice a line."""
+        movers, compute = self.split
+        rows = self.capacity * (self.inner + self.n) * self.dtype.itemsize
+        return "\n".join(
+            (
+                f"moe_layer: up to {self.max_tokens} tokens a rank to {self.slots} of "
+                f"{self.num_experts} experts, {self.experts} of them here, each "
+                f"{self.h} -> {self.inner} -> {self.n} columns, {self.activation}, "
+                f"{self.dtype.name}, rank {self.rank} of {self.ranks}",
+                f"target {self.target}, engine {self.engine}: tile {self.tile}, "
+                f"{compute} compute agents; {self.capacity} rows at the most, {rows} bytes",
+                f"{movers} movers bring tokens in chunks of {self.layer.dispatch.chunk_tokens}; "
+                f"sums come back as {self.transfer_dtype.name} in chunks of "
+                f"{self.layer.combine.chunk_tokens}, through {self.memory} bytes",
+            )
+        )
+
+
+def plan_moe_layer(rank: int, layer: Layer, options: Options) -> MoeLayerPlan:
+    """Choose a plan for the host target: two compute agents at most, see `plan_allgather_gemm`."""
+    capacity, widest = layer.dispatch.capacities[rank], max(layer.inner, layer.n)
+    chosen = expert_tile(capacity, widest, max(layer.h, layer.inner), options)
+    accumulator = accumulator_dtype(layer.dtype)
+    return MoeLayerPlan(
+        rank=rank,
+        ranks=layer.ranks,
+        h=layer.h,
+        inner=layer.inner,
+        n=layer.n,
+        num_experts=layer.experts,
+        slots=layer.slots,
+        dtype=layer.dtype,
+        out_dtype=layer.dtype,
+        transfer_dtype=layer.transfer_dtype,
+        activation=layer.activation,
+        max_tokens=layer.max_tokens,
+        max_capacity=layer.capacity,
+        target="host",
+        engine=chosen.engine,
+        tile=chosen.tile,
+        chunk_bytes=layer.chunk_bytes or _CHUNK_BYTES,
+        split=expert_split(layer.ranks, options),
+        shared_bytes=max(chosen.shared_bytes(layer.dtype, accumulator), layer.combine.shared_bytes),
+    )
+
+
 def plan_moe_dispatch_gemm(rank: int, dispatch: Dispatch, options: Options) -> MoeDispatchGemmPlan:
     """Choose a plan for the host target: two compute agents at most, see `plan_allgather_gemm`."""
     chosen = expert_tile(dispatch.capacities[rank], dispatch.n, dispatch.h, options)

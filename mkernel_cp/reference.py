@@ -37,6 +37,7 @@ accumulated in float64, for float64 operands in NumPy's long double.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ __all__ = [
     "gemm_reduce_scatter",
     "moe_combine",
     "moe_dispatch_gemm",
+    "moe_layer",
     "moe_routing",
     "ring_attention",
     "unit_roundoff",
@@ -304,17 +306,8 @@ def allgather_gemm(
             f"blocks of a have types {[str(block.dtype) for block in a_blocks]}, b has {b.dtype}: "
             "all must be the same"
         )
-    output = _output_dtype(b.dtype, dtype)
     a64 = np.concatenate([block.astype(np.float64) for block in a_blocks])
-    b64 = b.astype(np.float64)
-    with np.errstate(all="ignore"):
-        value = _accurate_product(a64, b64) if b.dtype == _FLOAT64 else a64 @ b64
-        bound = (
-            unit_roundoff(output) * np.abs(value)
-            + _accumulation_bound(a64, b64, accumulator_dtype(b.dtype))
-            + float(ml_dtypes.finfo(output).smallest_subnormal) / 2
-        )
-    return Expected(value, np.where(np.isfinite(value), bound, 0.0), output)
+    return _product(a64, b.astype(np.float64), b.dtype, _output_dtype(b.dtype, dtype))
 
 
 def gemm_reduce_scatter(
@@ -779,21 +772,37 @@ def moe_combine(
     """
     row_blocks = [np.asarray(block) for block in row_blocks]
     dtype = row_blocks[0].dtype
+    if any(block.dtype != dtype for block in row_blocks):
+        raise TypeError("blocks of rows differ in type")
+    values = [block.astype(np.float64) for block in row_blocks]
+    exact = [np.zeros(block.shape) for block in row_blocks]
+    transfer = _output_dtype(dtype, transfer_dtype)
+    return _combined(values, exact, dtype, topk_blocks, topk_weight, rank, num_experts, transfer)
+
+
+def _combined(
+    values: Sequence[np.ndarray],
+    bounds: Sequence[np.ndarray],
+    dtype: np.dtype,
+    topk_blocks: Sequence[np.ndarray],
+    topk_weight: np.ndarray,
+    rank: int,
+    num_experts: int,
+    transfer: np.dtype,
+) -> Expected:
+    """Return what `moe_combine` does, for rows that are known up to bounds."""
     accumulator = accumulator_dtype(dtype)
     if topk_weight.shape != topk_blocks[rank].shape or topk_weight.dtype != accumulator:
         raise ValueError(f"topk_weight must be like topk_blocks[{rank}], of {accumulator}")
-    if any(block.dtype != dtype for block in row_blocks):
-        raise TypeError("blocks of rows differ in type")
-    transfer = _output_dtype(dtype, transfer_dtype)
     work = np.longdouble if dtype == _FLOAT64 else np.float64
     u, half = (
         {t: f(t) for t in {dtype, accumulator, transfer}}
         for f in (unit_roundoff, lambda t: float(ml_dtypes.finfo(t).smallest_subnormal) / 2)
     )
-    shape = topk_weight.shape[0], row_blocks[0].shape[1]
+    shape = topk_weight.shape[0], values[0].shape[1]
     total, bound, added = np.zeros(shape, work), np.zeros(shape), np.zeros(shape[0], bool)
     with np.errstate(all="ignore"):
-        for d, block in enumerate(row_blocks):
+        for d in range(len(values)):
             routing = moe_routing(topk_blocks, d, num_experts)
             own = np.flatnonzero(routing.source_rank == rank)
             row_of = np.full(topk_weight.shape, -1)
@@ -801,9 +810,10 @@ def moe_combine(
             partial, summed = np.zeros(shape, work), np.zeros(shape[0], bool)
             for slot, rows in enumerate(row_of.T):
                 at = np.flatnonzero(rows >= 0)
-                y = block[rows[at]].astype(np.float64).astype(work)
-                term = topk_weight[at, slot, None].astype(work) * y
+                weight = topk_weight[at, slot, None]
+                term = weight.astype(work) * values[d][rows[at]].astype(work)
                 bound[at] += u[accumulator] * np.abs(term) + half[accumulator]
+                bound[at] += np.abs(weight) * bounds[d][rows[at]]
                 partial[at] += term
                 again = at[summed[at]]
                 bound[again] += u[accumulator] * np.abs(partial[again])
@@ -817,6 +827,119 @@ def moe_combine(
         value = total.astype(np.float64)
         bound = bound + u[dtype] * np.abs(value) + half[dtype]
     return Expected(value, np.where(np.isfinite(value), bound, 0.0), dtype)
+
+
+# How much of the accumulator's roundoff an activation may add to its value, and the largest slope.
+_ACTIVATION_GROWTH, _ACTIVATION_SLOPE = 8.0, 1.13
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def moe_layer(
+    x_blocks: Sequence[np.ndarray],
+    topk_blocks: Sequence[np.ndarray],
+    topk_weight: np.ndarray,
+    w1_blocks: Sequence[np.ndarray],
+    w2_blocks: Sequence[np.ndarray],
+    rank: int,
+    num_experts: int,
+    activation: str | None = "swiglu",
+    transfer_dtype: DTypeLike | None = None,
+) -> Expected:
+    """A layer of experts: two products with an activation between, for one rank's tokens.
+
+    The rows ``h = act(x @ w1[e])`` and ``y = h @ w2[e]`` of every chosen expert, each rounded to
+    the operands' type, combined as by `moe_combine`. ``act`` is one of::
+
+        None      a
+        'silu'    a / (1 + exp(-a))
+        'gelu'    a erfc(-a / sqrt(2)) / 2
+        'swiglu'  silu(gate) * up, where gate is the first half of the columns and up the second
+
+    Parameters
+    ----------
+    x_blocks, topk_blocks, topk_weight, rank, num_experts, transfer_dtype
+        As for `moe_dispatch_gemm` and `moe_combine`.
+    w1_blocks : sequence of ndarray, each (E_r, H, I)
+        Every rank's first weights; (E_r, H, 2 I) for 'swiglu'.
+    w2_blocks : sequence of ndarray, each (E_r, I, N)
+        Every rank's second weights.
+    activation : {'swiglu', 'gelu', 'silu', None}, optional
+
+    Returns
+    -------
+    Expected
+        (T_r, N). The bound of a stage is that of its operation on exact operands, and what the
+        bounds b of its operands make of it: through an activation ``1.13 b`` (its largest slope),
+        through the second product ``min(b @ |w2|, 4 sqrt(b**2 @ w2**2))`` (roundings like random
+        variables, as above), through the sums ``|weight| b``. An activation itself may be off by
+        ``8 u_acc (1 + a**2)`` times its size, and is rounded once.
+
+    Examples
+    --------
+    >>> x, topk, one = [np.array([[2.0]])], [np.array([[1]])], np.ones((1, 1))
+    >>> w1, w2 = np.array([[[9.0]], [[-1.0]]]), np.array([[[9.0]], [[10.0]]])
+    >>> moe_layer(x, topk, one, [w1], [w2], 0, 2, None).value.item()
+    -20.0
+    """
+    dtype = w1_blocks[0].dtype
+    rows = []
+    for d, (w1, w2) in enumerate(zip(w1_blocks, w2_blocks, strict=True)):
+        wide = accumulator_dtype(dtype)
+        first, routing = moe_dispatch_gemm(x_blocks, topk_blocks, w1, d, num_experts, wide)
+        hidden, off = _activated(first, activation, dtype)
+        value, bound = (np.zeros((len(hidden), w2.shape[2])) for _ in range(2))
+        for expert, factor in enumerate(w2.astype(np.float64)):
+            own = slice(*routing.expert_offsets[expert : expert + 2])
+            product = _product(hidden[own], factor, dtype, dtype)
+            value[own] = product.value
+            with np.errstate(all="ignore"):
+                linear = off[own] @ np.abs(factor)
+                random = 4 * np.sqrt(off[own] ** 2 @ factor**2)
+                bound[own] = product.bound + np.minimum(linear, random)
+                bound[own] += unit_roundoff(dtype) * bound[own]  # it is rounded as it is
+        rows.append((value, bound))
+    values, bounds = zip(*rows, strict=True)
+    transfer = _output_dtype(dtype, transfer_dtype)
+    return _combined(values, bounds, dtype, topk_blocks, topk_weight, rank, num_experts, transfer)
+
+
+def _activated(
+    a: Expected, activation: str | None, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return an activation of what is known up to a bound, rounded to a type, and its bound."""
+    value, bound = a.value, a.bound
+    up, up_bound = np.ones_like(value), np.zeros_like(value)
+    if activation == "swiglu":
+        (value, up), (bound, up_bound) = (np.split(x, 2, axis=1) for x in (value, bound))
+    with np.errstate(all="ignore"):
+        if activation is None:
+            result, off = value, bound
+        elif activation in ("silu", "swiglu"):
+            result = value / (1 + np.exp(-value))
+        elif activation == "gelu":
+            result = value * _erfc(-value / np.sqrt(2)) / 2 if value.size else value
+        else:
+            raise ValueError(f"activation {activation!r} is unknown")
+        if activation is not None:
+            growth = _ACTIVATION_GROWTH * unit_roundoff(accumulator_dtype(dtype))
+            off = _ACTIVATION_SLOPE * bound + growth * (1 + value**2) * np.abs(result)
+        off = off * np.abs(up) + (np.abs(result) + off) * up_bound
+        result = result * up
+        off += unit_roundoff(dtype) * (np.abs(result) + off)
+        off += float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2
+    return result, off
+
+
+def _product(a: np.ndarray, b: np.ndarray, dtype: np.dtype, output: np.dtype) -> Expected:
+    """Return a product of operands of a type, given in float64."""
+    with np.errstate(all="ignore"):
+        value = _accurate_product(a, b) if dtype == _FLOAT64 else a @ b
+        bound = (
+            unit_roundoff(output) * np.abs(value)
+            + _accumulation_bound(a, b, accumulator_dtype(dtype))
+            + float(ml_dtypes.finfo(output).smallest_subnormal) / 2
+        )
+    return Expected(value, np.where(np.isfinite(value), bound, 0.0), output)
 
 
 def _supported(dtype: DTypeLike) -> np.dtype:

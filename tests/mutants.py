@@ -32,11 +32,17 @@ EXPERTS = tuple(
 COMBINED = tuple(
     f"test_moe_combine.py::{name}"
     for name in (
+        "test_sums_are_in_the_order_of_slots_and_then_of_ranks",
+        "test_sums_cross_links_once_and_in_the_type_asked_for",
         "test_every_interleaving_gives_the_right_result",
         "test_a_stopped_rank_ends_all_waits_at_a_deadline",
-        "test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan",
-        "test_sums_cross_links_once_and_in_the_type_asked_for",
-        "test_sums_are_in_the_order_of_slots_and_then_of_ranks",
+    )
+)
+LAYER = tuple(
+    f"test_moe_layer.py::{name}"
+    for name in (
+        "test_every_interleaving_gives_the_right_result",
+        "test_a_stopped_rank_ends_all_waits_at_a_deadline",
     )
 )
 
@@ -374,17 +380,8 @@ MUTANTS = {
         "for (u64 peer : RingOrder(0, 1))\n                here",
         COMBINED,
     ),
-    "combination: wait for the peers' sums, sanitized": Mutant(
-        H + "combine.cuh",
-        "for (u64 peer : RingOrder(rank, launch_.size()))\n                here",
-        "for (u64 peer : RingOrder(0, 1))\n                here",
-        SANITIZED,
-    ),
     "combination: wait for all rows": Mutant(
         H + "combine.cuh", "agent < plan_.computing; ++agent", "agent < 1; ++agent", COMBINED
-    ),
-    "combination: wait for all rows, sanitized": Mutant(
-        H + "combine.cuh", "agent < plan_.computing; ++agent", "agent < 1; ++agent", SANITIZED
     ),
     "combination: rows of an earlier call": Mutant(
         H + "combine.cuh",
@@ -423,6 +420,33 @@ MUTANTS = {
         "launch.have_read(peer, 1);",
         COMBINED,
     ),
+    "layer: wait for the tiles between the products": Mutant(
+        H + "activation.cuh",
+        "if (!launch_.wait(who, &plan_.finished[number]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.finished[number]",
+        LAYER,
+    ),
+    "layer: wait for the tiles between the products, sanitized": Mutant(
+        H + "activation.cuh",
+        "if (!launch_.wait(who, &plan_.finished[number]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.finished[number]",
+        SANITIZED,
+    ),
+    "layer: row blocks of two experts with one signal": Mutant(
+        H + "activation.cuh", "/ height + i64(tile.source) + tile", "/ height + tile", LAYER
+    ),
+    "layer: gate and other half": Mutant(
+        H + "activation.cuh", "? silu(gate) * sum", "? silu(sum) * gate", LAYER
+    ),
+    "layer: pairs that do not follow each other": Mutant(
+        H + "experts.cuh", "second_ = tiles_.pairs_ && !second_;", "second_ = tiles_.pairs_;", LAYER
+    ),
+    "layer: inputs that are free too early": Mutant(
+        "moe_layer.cu",
+        "launch.have_read(peer, launch.agent().count());",
+        "launch.have_read(peer, 1);",
+        LAYER,
+    ),
 }
 
 
@@ -449,7 +473,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "cache")
-        for tests in (QUICK, SUMS, SANITIZED, ATTENTION, EXPERTS, COMBINED):
+        for tests in (QUICK, SUMS, SANITIZED, ATTENTION, EXPERTS, COMBINED, LAYER):
             result = run(original, tests, cache)
             if result.returncode:
                 print(result.stdout[-4000:], result.stderr[-2000:])

@@ -23,6 +23,8 @@ class ExpertCase:
     dtype: str
     routing: str = "uniform"
     out_dtype: str | None = None
+    activation: str | None = None
+    columns: int = 0  # that a layer makes
 
     @property
     def world(self):
@@ -137,5 +139,34 @@ def expected_sum(case, seed, rank, transfer_dtype=None, tokens=None):
         router_weights_of(case, seed, tokens)[rank],
         rank,
         case.experts,
+        transfer_dtype,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def layer_weights_of(case):
+    """The first and the second weights of all ranks."""
+    random = np.random.default_rng([case.h, case.n, case.columns])
+    halves = 2 if case.activation == "swiglu" else 1
+    return tuple(
+        [
+            (random.standard_normal((count, *shape)) / np.sqrt(max(1, shape[0]))).astype(case.dtype)
+            for count in case.counts
+        ]
+        for shape in ((case.h, halves * case.n), (case.n, case.columns))
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def expected_layer(case, seed, rank, transfer_dtype=None, tokens=None):
+    """The reference of one rank."""
+    return reference.moe_layer(
+        tokens_of(case, seed, tokens),
+        ids_of(case, seed, tokens),
+        router_weights_of(case, seed, tokens)[rank],
+        *layer_weights_of(case),
+        rank,
+        case.experts,
+        case.activation,
         transfer_dtype,
     )

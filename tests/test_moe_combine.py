@@ -127,14 +127,14 @@ def test_sums_cross_links_once_and_in_the_type_asked_for(dtype):
     case = ExpertCase("transfer", (25, 0, 28), 1, 30, 6, 4, dtype)
 
     def program(comm):
-        layout = dispatched(comm, case, 2)
-        rows, weights = own_rows(comm, case, 2), router_weights_of(case, 2)[comm.rank]
-        for transfer in (None, "float32"):
+        for seed, transfer in ((2, None), (2, "float32"), (3, None), (3, "float32")):
+            layout = dispatched(comm, case, seed)
+            rows, weights = own_rows(comm, case, seed), router_weights_of(case, seed)[comm.rank]
             before = comm.bytes_from_peers
             options = mk.Options(transfer_dtype=transfer)
             out = mk.moe_combine(rows, weights, layout, comm=comm, options=options)
-            expected_sum(case, 2, comm.rank, transfer).assert_close(out)
-            ranks_of = ids_of(case, 2)[comm.rank] // 2  # two experts a rank, and -1 for none
+            expected_sum(case, seed, comm.rank, transfer).assert_close(out)
+            ranks_of = ids_of(case, seed)[comm.rank] // 2  # two experts a rank, and -1 for none
             pairs = sum(len(set(row) - {-1, comm.rank}) for row in ranks_of.tolist())
             size = np.dtype(transfer or dtype).itemsize
             assert comm.bytes_from_peers - before == pairs * case.n * size
@@ -238,7 +238,7 @@ WRONG = {
         "use float32 for float16",
         {"rows": ROWS.astype("f2"), "topk_weight": WEIGHTS.astype("f2")},
     ),
-    "weights of other tokens": (ValueError, "has sent 3 tokens", {"topk_weight": WEIGHTS[:2]}),
+    "weights of other tokens": (ValueError, "of the 3 tokens", {"topk_weight": WEIGHTS[:2]}),
     "no layout": (TypeError, "moe_dispatch_gemm", {"layout": None}),
     "out of another shape": (ValueError, "the result has", {"out": np.ones((3, 5))}),
     "out of another dtype": (TypeError, "the result has", {"out": np.ones((3, 4), "f4")}),

@@ -1,5 +1,6 @@
 """The reference judges: right results pass it, and slightly wrong ones do not."""
 
+import math
 from fractions import Fraction
 
 import ml_dtypes
@@ -14,6 +15,7 @@ from mkernel_cp.reference import (
     gemm_reduce_scatter,
     moe_combine,
     moe_dispatch_gemm,
+    moe_layer,
     moe_routing,
     ring_attention,
     unit_roundoff,
@@ -720,3 +722,52 @@ def test_arguments_of_experts_are_checked():
         moe_combine([rows[0], np.ones((0, 3))], two, np.ones((2, 1), np.float32), 0, 1)
     nobody = moe_combine(rows, [np.full((2, 1), -1)], np.ones((2, 1), np.float32), 0, 1)
     assert (nobody.value == 0).all()
+
+
+ACTIVATIONS = {
+    None: lambda a: a,
+    "silu": lambda a: a / (1 + np.exp(-a)),
+    "gelu": lambda a: a * np.vectorize(math.erfc)(-a / 2**0.5).astype(a.dtype) / 2,
+    "swiglu": lambda a: np.multiply(
+        np.split(a, 2, 1)[0] / (1 + np.exp(-np.split(a, 2, 1)[0])), np.split(a, 2, 1)[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_emulated_layer_of_experts_passes_and_one_that_is_slightly_wrong_does_not(
+    dtype, activation
+):
+    experts, counts = 3, (2, 1)
+    topk = draw_routing(2, experts, 2, (30, 20), seed=2)
+    halves = 2 if activation == "swiglu" else 1
+    random = np.random.default_rng(1)
+    x = [random.standard_normal((len(block), 40)).astype(dtype) for block in topk]
+    w1 = [random.standard_normal((n, 40, 24 * halves)).astype(dtype) for n in counts]
+    w2 = [random.standard_normal((n, 24, 10)).astype(dtype) for n in counts]
+    accumulator = accumulator_dtype(dtype)
+    weight = random.standard_normal(topk[0].shape).astype(accumulator)
+    expected = moe_layer(x, topk, weight, w1, w2, 0, experts, activation)
+
+    def emulate(first=1.0, second=1.0):
+        rows = []
+        for d in range(2):
+            routing = moe_routing(topk, d, experts)
+            block = np.zeros((routing.expert_offsets[-1], 10), dtype)
+            for expert in range(counts[d]):
+                own = slice(*routing.expert_offsets[expert : expert + 2])
+                sources = zip(routing.source_rank[own], routing.source_token[own], strict=True)
+                a = np.array([x[source][token] for source, token in sources])
+                hidden = sequential(a, w1[d][expert]) * accumulator.type(first)
+                hidden = ACTIVATIONS[activation](hidden).astype(dtype)
+                made = sequential(hidden, w2[d][expert]) * accumulator.type(second)
+                block[own] = made.astype(dtype)
+            rows.append(block)
+        return combined(rows, topk, weight, 0, experts, dtype)
+
+    assert expected.check(emulate()) <= 1
+    # What wide types round once matters less than what they add up.
+    off = 1 + (100 if accumulator != dtype else 2000) * unit_roundoff(dtype)
+    assert expected.check(emulate(first=off)) > 1
+    assert expected.check(emulate(second=off)) > 1

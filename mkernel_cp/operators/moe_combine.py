@@ -353,8 +353,8 @@ def check_weights(weights: np.ndarray, dtype: np.dtype, tokens: int, slots: int)
         )
     if weights.shape != (tokens, slots):
         raise ValueError(
-            f"topk_weight has shape {weights.shape}: this rank has sent {tokens} tokens to "
-            f"{slots} experts each"
+            f"topk_weight has shape {weights.shape}: use {(tokens, slots)}, a weight for each "
+            f"of the {slots} experts of the {tokens} tokens that this rank sends"
         )
 
 

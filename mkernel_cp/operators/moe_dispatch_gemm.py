@@ -229,7 +229,7 @@ class MoeDispatchGemm:
 
         def compile_and_check() -> None:
             comm.load(kernel)
-            _check_room(asked, comm)
+            check_room(asked, asked.n, comm)
 
         comm.agreement(self._what, asked.need, compile_and_check)
         self._kernel = comm.load(kernel)
@@ -240,22 +240,13 @@ class MoeDispatchGemm:
         """Fill in the structs with the addresses that this arena gives."""
         structures, plan, agreed, comm = structs.shared(), self.plan, self._dispatch, self._comm
         self._arena = arena
-        base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
-        at, words = offsets_of(agreed.arena_sizes()), offsets_of(agreed.signal_sizes(), 1)
-        own = comm.rank * agreed.max_tokens * agreed.pitch
-        self._stage = Location(arena.number, data + at["landing"] + own)
         constant = comm.machine.constant
         self._arrays = {
             "capacity": constant(np.array(agreed.capacities, np.int64)),
             "whole": constant(np.array([0, plan.capacity], np.int64)),
         }
-
-        def place(name: str) -> Any:
-            return structures.Place(arena.number, data + at[name])
-
-        def local(*names: str) -> dict[str, int]:
-            return {name: base + data + at[name] for name in names}
-
+        self._stage = stage_of_tokens(agreed, arena, comm)
+        routing, landing = routing_plans(agreed, self._arrays["capacity"], arena, comm)
         constants = structures.MoeDispatchGemmPlan(
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
@@ -264,26 +255,8 @@ class MoeDispatchGemm:
             n=agreed.n,
             tile=structures.TileShape(*plan.tile),
             whole=self._arrays["whole"].address,
-            routing=structures.RoutingPlan(
-                experts=agreed.experts,
-                slots=agreed.slots,
-                max_tokens=agreed.max_tokens,
-                parts=agreed.parts,
-                capacity=self._arrays["capacity"].address,
-                routed=base + 8 * words["routed"],
-                **{name: place(name) for name in ("summary", "shares", "routes", "tokens")},
-                **local("sorted", "starts", "faults", "landed", "totals", "deliveries"),
-            ),
-            landing=structures.TokenLandingPlan(
-                tokens=base + data + at["landing"],
-                pitch=agreed.pitch,
-                bytes=agreed.h * agreed.dtype.itemsize,
-                chunk_tokens=agreed.chunk_tokens,
-                chunks=agreed.chunks,
-                arrived=base + 8 * words["arrived"],
-                placed=base + 8 * words["placed"],
-                **local("places"),
-            ),
+            routing=routing,
+            landing=landing,
         )
         self._verdict = structures.RoutingVerdict()
         self._constants = constant(constants)
@@ -330,16 +303,9 @@ class MoeDispatchGemm:
             finally:
                 if target is not rows:
                     machine.copy(rows.array, target.array)
-            self._raise_problem()
+            raise_problem(self._verdict, self._what, comm)
             layout.tokens = len(own[0].shadow)
             return rows.array if out is None else out[0], layout
-
-    def _raise_problem(self) -> None:
-        """Raise what was wrong with the data of a call, as all ranks do."""
-        problem = Problem(self._verdict.problem)
-        if problem is not Problem.NONE:
-            kind = ValueError if problem is Problem.ID else errors.CapacityError
-            self._comm.raise_alike(kind(problem_text(self._verdict, self._what)))
 
     def prepare(
         self, x: np.ndarray, topk_idx: np.ndarray, w: np.ndarray, out: Any
@@ -381,50 +347,15 @@ class MoeDispatchGemm:
         if self._arena is not comm.arena:
             machine.refuse_capture(self._what)
             self._bind(comm.arena)
-        x, ids, w = own
-        if element_steps(w.shadow) is None:
-            w = operands.Operand("w", machine.empty(w.shadow.shape, w.shadow.dtype), machine)
-            machine.copy(w.array, own[2].array)
-        if element_steps(ids.shadow) is None:
-            ids = operands.Operand("ids", machine.empty(ids.shadow.shape, _IDS[1]), machine)
-            machine.copy(ids.array, own[1].array)
         params = self._params
-        place, pitch, x = self._tokens(x)
-        params.message.operand.segment, params.message.operand.offset = place.segment, place.offset
-        params.message.operand_pitch = pitch
-        params.x.data, params.x.row_stride = x.shadow.ctypes.data, pitch // x.shadow.itemsize
-        params.tokens = len(own[0].shadow)
-        steps = element_steps(w.shadow)
-        params.w.data, (stride, params.w.row_stride, params.w.column_stride) = (
-            w.shadow.ctypes.data,
-            steps,
-        )
-        params.w_stride = stride * w.shadow.itemsize
+        x = put_tokens(params, own[0], self._dispatch, self._stage, comm)
+        ids = put_choice(params.choice, own[1], machine)
+        w, params.w_stride = put_weights(params.w, own[2], machine)
         params.rows.data = rows.shadow.ctypes.data
         params.rows.row_stride, params.rows.column_stride = operands.strides(rows.shadow)
-        choice = params.choice
-        choice.ids, choice.wide = ids.shadow.ctypes.data, ids.shadow.dtype == _IDS[1]
-        choice.row_stride, choice.column_stride = element_steps(ids.shadow)
         layout.put_into(params.origins)
         request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
         return request, (x, ids, w, rows, layout)
-
-    def _tokens(self, x: operands.Operand) -> tuple[Location, int, operands.Operand]:
-        """Return where peers find this rank's tokens, their pitch, and the tokens."""
-        comm, agreed, rows = self._comm, self._dispatch, x.shadow
-        pitch = operands.line_pitch(rows, False)
-        whole = pitch is not None and pitch % rows.itemsize == 0 and rows.flags.aligned
-        if len(rows) > agreed.max_tokens:
-            return self._stage, 0, x  # the kernel refuses them, and reads none
-        if whole and comm.size == 1:
-            return self._stage, pitch, x
-        if whole and comm.in_segment(rows):
-            return comm.segments.locate(*extent(rows)), pitch, x
-        segment, start = comm.segments[self._stage.segment], self._stage.offset
-        staged = segment.bytes[start : start + len(rows) * agreed.pitch].view(rows.dtype)
-        staged = staged.reshape(len(rows), agreed.pitch // rows.itemsize)[:, : agreed.h]
-        comm.machine.copy(staged, x.array)
-        return self._stage, agreed.pitch, operands.Operand("x", staged, comm.machine)
 
     def close(self) -> None:
         """Forget the plan. Local; nothing waits for it."""
@@ -442,7 +373,7 @@ class _Spec:
 
     def __init__(self, x, ids, w, comm, num_experts, max_tokens, capacity, dtype, options):
         operands.matrix("x", x)
-        _check_ids(ids, len(x))
+        check_ids(ids, len(x))
         plans.check_dtype("w", w.dtype)
         if w.ndim != 3:
             raise ValueError(f"w has shape {w.shape}: use (experts, H, I)")
@@ -482,7 +413,7 @@ class _Spec:
                     f"{name} has shape {array.shape} and dtype {array.dtype}: this plan is for "
                     f"{shape} and {asked.dtype}; make another for other operands"
                 )
-        _check_ids(ids, len(x))
+        check_ids(ids, len(x))
         if ids.shape[1] != asked.slots:
             raise ValueError(
                 f"topk_idx has shape {ids.shape}: this plan is for {asked.slots} experts a token"
@@ -504,7 +435,7 @@ def _shadows(x: Any, topk_idx: Any, w: Any, comm: Communicator) -> tuple[np.ndar
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)
 
 
-def _check_ids(ids: np.ndarray, tokens: int) -> None:
+def check_ids(ids: np.ndarray, tokens: int) -> None:
     if ids.dtype not in _IDS:
         raise TypeError(f"topk_idx has dtype {ids.dtype}: use int32 or int64")
     if ids.ndim != 2 or len(ids) != tokens:
@@ -539,17 +470,116 @@ def whole_number(name: str, value: Any) -> int | None:
     return value
 
 
-def _check_room(agreed: Dispatch, comm: Communicator) -> None:
-    """Raise ValueError if a result that nobody has asked for would take too much memory."""
+def check_room(agreed: Dispatch, columns: int, comm: Communicator) -> None:
+    """Raise ValueError if rows that nobody has asked for would take too much memory."""
     if agreed.capacity is not None:
         return
     rows, free = agreed.capacities[comm.rank], comm.machine.available()
-    nbytes = rows * agreed.n * agreed.out_dtype.itemsize
+    nbytes = rows * columns * agreed.out_dtype.itemsize
     if nbytes > free // 4:
         raise ValueError(
             f"rank {comm.rank} may get {rows} rows, which take {nbytes} bytes, more than a quarter "
             f"of the {free} that are free: pass capacity=, the most rows that a rank is to get"
         )
+
+
+def stage_of_tokens(agreed: Dispatch, arena: Arena, comm: Communicator) -> Location:
+    """Return where a rank's own tokens would land."""
+    landing = offsets_of(agreed.arena_sizes())["landing"]
+    own = landing + comm.rank * agreed.max_tokens * agreed.pitch
+    return Location(arena.number, arena.data_offset_for(arena.signals) + own)
+
+
+def routing_plans(
+    agreed: Dispatch, capacity: Any, arena: Arena, comm: Communicator
+) -> tuple[Any, Any]:
+    """Return the structs ``RoutingPlan`` and ``TokenLandingPlan``, which begin an arena."""
+    structures = structs.shared()
+    base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
+    at, words = offsets_of(agreed.arena_sizes()), offsets_of(agreed.signal_sizes(), 1)
+
+    def local(*names: str) -> dict[str, int]:
+        return {name: base + data + at[name] for name in names}
+
+    shared = {
+        name: structures.Place(arena.number, data + at[name])
+        for name in ("summary", "shares", "routes", "tokens")
+    }
+    routing = structures.RoutingPlan(
+        experts=agreed.experts,
+        slots=agreed.slots,
+        max_tokens=agreed.max_tokens,
+        parts=agreed.parts,
+        capacity=capacity.address,
+        routed=base + 8 * words["routed"],
+        **shared,
+        **local("sorted", "starts", "faults", "landed", "totals", "deliveries"),
+    )
+    landing = structures.TokenLandingPlan(
+        tokens=base + data + at["landing"],
+        pitch=agreed.pitch,
+        bytes=agreed.h * agreed.dtype.itemsize,
+        chunk_tokens=agreed.chunk_tokens,
+        chunks=agreed.chunks,
+        arrived=base + 8 * words["arrived"],
+        placed=base + 8 * words["placed"],
+        **local("places"),
+    )
+    return routing, landing
+
+
+def put_tokens(
+    params: Any, x: operands.Operand, agreed: Dispatch, stage: Location, comm: Communicator
+) -> operands.Operand:
+    """Say in a launch struct where a rank's tokens are, for itself and the peers; return them."""
+    rows = x.shadow
+    place, pitch, tokens = stage, operands.line_pitch(rows, False), x
+    whole = pitch is not None and pitch % rows.itemsize == 0 and rows.flags.aligned
+    if len(rows) > agreed.max_tokens:
+        pitch = 0  # the kernel refuses them, and reads none
+    elif whole and comm.size > 1 and comm.in_segment(rows):
+        place = comm.segments.locate(*extent(rows))
+    elif not whole or comm.size > 1:
+        pitch, segment = agreed.pitch, comm.segments[stage.segment]
+        staged = segment.bytes[stage.offset :][: len(rows) * pitch].view(rows.dtype)
+        staged = staged.reshape(len(rows), pitch // rows.itemsize)[:, : agreed.h]
+        comm.machine.copy(staged, x.array)
+        tokens = operands.Operand("x", staged, comm.machine)
+    message = params.message
+    message.operand.segment, message.operand.offset = place.segment, place.offset
+    message.operand_pitch, params.tokens = pitch, len(rows)
+    params.x.data, params.x.row_stride = tokens.shadow.ctypes.data, pitch // rows.itemsize
+    return tokens
+
+
+def put_choice(to: Any, ids: operands.Operand, machine: Any) -> operands.Operand:
+    """Fill in a struct ``TokenChoice``; return the ids that it points to."""
+    if element_steps(ids.shadow) is None:
+        copy = operands.Operand("topk_idx", machine.empty(ids.shadow.shape, _IDS[1]), machine)
+        machine.copy(copy.array, ids.array)
+        ids = copy
+    to.ids, to.wide = ids.shadow.ctypes.data, ids.shadow.dtype == _IDS[1]
+    to.row_stride, to.column_stride = element_steps(ids.shadow)
+    return ids
+
+
+def put_weights(to: Any, w: operands.Operand, machine: Any) -> tuple[operands.Operand, int]:
+    """Fill in the ``Matrix`` of the first expert; return all weights, and the bytes to the next."""
+    if element_steps(w.shadow) is None:
+        copy = operands.Operand("w", machine.empty(w.shadow.shape, w.shadow.dtype), machine)
+        machine.copy(copy.array, w.array)
+        w = copy
+    stride, to.row_stride, to.column_stride = element_steps(w.shadow)
+    to.data = w.shadow.ctypes.data
+    return w, stride * w.shadow.itemsize
+
+
+def raise_problem(verdict: Any, what: str, comm: Communicator) -> None:
+    """Raise what was wrong with the data of a call, as all ranks do."""
+    problem = Problem(verdict.problem)
+    if problem is not Problem.NONE:
+        kind = ValueError if problem is Problem.ID else errors.CapacityError
+        comm.raise_alike(kind(problem_text(verdict, what)))
 
 
 def _pair(out: Any) -> tuple[Any, Any]:

@@ -8,15 +8,25 @@ import sys
 
 import numpy as np
 import worlds
-from routing import ROUTINGS, ExpertCase, expected, ids_of, tokens_of, weights_of
+from routing import (
+    ROUTINGS,
+    ExpertCase,
+    expected,
+    expected_layer,
+    ids_of,
+    layer_weights_of,
+    router_weights_of,
+    tokens_of,
+    weights_of,
+)
 
 import mkernel_cp as mk
 from mkernel_cp import compiler, reference
 
-CASE = ExpertCase("threads", (13, 7, 0, 20), 8, 6, 6, 3, "float32")
+CASE = ExpertCase("threads", (13, 7, 0, 20), 8, 6, 6, 3, "float32", activation="swiglu", columns=5)
 
 
-PLAN = mk.Options((2, 2), chunk_bytes=100)
+PLAN = mk.Options((2, 2), (5, 4, 4), 100)
 
 
 def program(comm, lanes):
@@ -45,6 +55,12 @@ def program(comm, lanes):
         blocks = comm.agree("rows", lambda layout=layout, rows=rows: np.array(layout.trim(rows)))
         if reference.moe_combine(blocks, ids_of(case, number), weights, rank, 6).check(summed) > 1:
             raise SystemExit("wrong sums")
+        own = (x, ids_of(case, number)[rank], router_weights_of(case, number)[rank])
+        factors = (blocks[rank] for blocks in layer_weights_of(CASE))
+        asked = {"num_experts": 6, "capacity": 120, "options": PLAN}
+        made = mk.moe_layer(*own, *factors, comm=comm, **asked)
+        if expected_layer(case, number, rank).check(made) > 1:
+            raise SystemExit("wrong layer")
 
 
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):

@@ -454,6 +454,41 @@ struct MoeCombineParams {
     u64 reserved[5];
 };
 
+// What does not change from call to call of moe_layer. The second product starts from `hidden`, and gives `made`.
+struct MoeLayerPlan {
+    Split split;
+    u64 digest;
+    u64 experts;  // of this rank
+    i64 h;
+    i64 inner;  // columns of `hidden`
+    i64 n;
+    TileShape tile;
+    i64* expert_offsets;  // what this rank gets in a call
+    Matrix* hidden;
+    Matrix* made;
+    u64* finished;  // signals: the tiles of `hidden`
+    void* stash;    // [compute agent]: sums of a tile, until those that they are multiplied with are there
+    RoutingPlan routing;
+    TokenLandingPlan landing;
+    CombinePlan combine;
+};
+
+struct MoeLayerParams {
+    Matrix x;
+    Matrix w1;  // of the first expert
+    Matrix w2;
+    Matrix out;
+    i64 w1_stride;  // bytes from one expert's to the next
+    i64 w2_stride;
+    i64 tokens;
+    TokenChoice choice;
+    RoutingVerdict* verdict;
+    World* world;
+    MoeLayerPlan* plan;
+    CallMessage message;
+    u64 reserved[2];
+};
+
 // --- end of the shared structs ---------------------------------------------------------------------------------------
 
 }  // namespace mk
