@@ -438,8 +438,8 @@ MUTANTS = {
     "layer: gate and other half": Mutant(
         H + "activation.cuh", "? silu(gate) * sum", "? silu(sum) * gate", LAYER
     ),
-    "layer: pairs that do not follow each other": Mutant(
-        H + "experts.cuh", "second_ = tiles_.pairs_ && !second_;", "second_ = tiles_.pairs_;", LAYER
+    "layer: other half of a pair": Mutant(
+        H + "experts.cuh", "second_ ? tiles_.columns_ : 0;", "0;", LAYER
     ),
     "layer: inputs that are free too early": Mutant(
         "moe_layer.cu",
