@@ -693,10 +693,9 @@ def expert_tile(rows: int, columns: int, depth: int, options: Options) -> HostTi
 
 def expert_split(ranks: int, options: Options) -> tuple[int, int]:
     """Return (movers, compute) for the host target."""
-    if options.split:
-        movers, compute = options.split
-    else:
-        movers, compute = 1, max(1, min(2, len(os.sched_getaffinity(0)) // ranks))
+    movers, compute = options.split or (1, None)
+    if compute is None:
+        compute = max(1, min(2, len(os.sched_getaffinity(0)) // ranks))
     return (0 if ranks == 1 else movers), compute
 
 

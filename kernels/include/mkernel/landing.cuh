@@ -23,6 +23,7 @@ public:
 
     // Has this agent's share of a rank's chunks of a phase brought here from `from`; each raises its signal. Rows that are
     // multiplied together, `together` at a time, come together: all of them with some of k before any with the next.
+    // Chunks are dealt on from where the last pull ended, so that all agents are busy however few there are at a time.
     template <bool aligned>
     MK_DEVICE void pull(Courier<aligned>& courier, u64 source, Lines from, Range phase, i64 together) {
         const u32 panels = u32(ceil_div(plan_.k, plan_.chunk_k)), first = u32(phase.begin / plan_.chunk_k);
@@ -33,7 +34,9 @@ public:
         const i64 stride = plan_.by_columns ? rows.column_stride : rows.row_stride;
         const Lines to{static_cast<u8*>(rows.data), stride * i64(sizeof(T))};
         const bool leads = launch_.agent().lane() == 0;
-        for (u32 i = u32(launch_.member()); i < blocks * depth; i += u32(launch_.members())) {
+        const u32 members = u32(launch_.members());
+        u32 i = (u32(launch_.member()) + members - next_) % members;
+        for (; i < blocks * depth; i += members) {
             const u32 begin = i / (group * depth) * group, height = blocks - begin < group ? blocks - begin : group;
             const u32 row = begin + (i - begin * depth) % height, panel = first + (i - begin * depth) / height;
             Chunk chunk{source, block(row, plan_.chunk_rows, rows_of(source)), block(panel, plan_.chunk_k, plan_.k),
@@ -45,6 +48,7 @@ public:
                          &plan_.arrived[chunk.index]);
             pulled_ += u64(lines.size() * bytes);
         }
+        next_ = (next_ + blocks * depth) % members;
     }
 
     // The end of all pulling of this agent.
@@ -96,6 +100,7 @@ private:
     Launch& launch_;
     const LandingPlan& plan_;
     u64 pulled_ = 0;  // bytes
+    u32 next_ = 0;    // the member that gets the first chunk of the next pull
     struct {
         u32 source, first_row, last_row, first_k, last_k;
     } known_ = {~u32(0), 0, 0, 0, 0};
