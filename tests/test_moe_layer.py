@@ -23,9 +23,12 @@ from mkernel_cp import compiler
 from mkernel_cp.failure import Reason
 from mkernel_cp.moe_plan import ACTIVATIONS, Layer, MoeLayerPlan, plan_moe_layer
 
+# Kernels take long to compile, and each combination is one.
+ACTIVATION_OF = dict(zip(DTYPES, ACTIVATIONS[:3] + ACTIVATIONS[:1], strict=True))
+
 
 def cases(world):
-    """The edges; dtypes, activations and routings take turns."""
+    """The edges; dtypes and routings take turns, and each dtype has an activation."""
     made = []
     uneven = tuple((23, 0, 9, 1)[rank % 4] for rank in range(world))
 
@@ -33,25 +36,27 @@ def cases(world):
         number = len(made) + world
         more.setdefault("dtype", DTYPES[number % 4])
         more.setdefault("routing", routing.ROUTINGS[number % len(routing.ROUTINGS)])
-        more.setdefault("activation", ACTIVATIONS[number // 2 % 4])
+        more.setdefault("activation", ACTIVATION_OF[more["dtype"]])
         made.append(ExpertCase(name, tuple(tokens), h, n, experts, slots, columns=columns, **more))
 
     for kind in routing.ROUTINGS:
         add("routing", (17,) * world, 33, 19, 21, 2 * world + 1, 3, routing=kind)
-    for number, dtype in enumerate(DTYPES):
-        activation = ACTIVATIONS[(number + world) % 4]
-        add("dtype", uneven, 70, 40, 66, 4, 2, dtype=dtype, activation=activation)
+    for dtype in DTYPES:
+        add("dtype", uneven, 70, 40, 66, 4, 2, dtype=dtype)
+    if world == 3:
+        for activation in ACTIVATIONS:
+            add("activation", uneven, 40, 30, 20, 4, 2, dtype="float32", activation=activation)
     add("fewer experts than ranks", uneven, 10, 7, 10, max(1, world - 1), 2)
     add("more slots than experts", uneven[::-1], 9, 4, 5, 2, 5, routing="repeats")
     add("no experts", uneven, 5, 4, 3, 0, 2)
     add("no slots", uneven, 5, 4, 3, 3, 0)
     add("no tokens", (0,) * world, 5, 4, 3, 3, 2)
     add("one token", (*(0,) * (world - 1), 1), 5, 4, 3, world + 1, 1, routing="hot")
-    add("ones", uneven, 1, 1, 1, 3, 2, activation="swiglu")
+    add("ones", uneven, 1, 1, 1, 3, 2)
     add("H = 0", uneven, 0, 3, 4, 3, 2, routing="zipf")
     add("I = 0", uneven, 4, 0, 4, 3, 2, routing="zipf")
     add("N = 0", uneven, 4, 3, 0, 3, 2, routing="zipf")
-    add("wide", (40,) * world, 100, 150, 130, world, 2, activation="swiglu")
+    add("wide", (40,) * world, 100, 150, 130, world, 2)
     return made
 
 
@@ -102,7 +107,7 @@ def test_equals_reference(case):
 @pytest.mark.parametrize("size", worlds.SIZES)
 def test_many_calls_of_one_plan_with_any_numbers_of_tokens(size, lanes):
     """Inputs change under the peers' eyes as soon as a call returns."""
-    activation = ACTIVATIONS[(size + lanes) % 4]
+    activation = ACTIVATIONS[lanes]
     case = ExpertCase("calls", (30,) * size, 9, 7, 5, 3, "float32", "zipf", None, activation, 6)
     random = np.random.default_rng(size)
     kinds = [dataclasses.replace(case, routing=kind) for kind in routing.ROUTINGS]
@@ -130,7 +135,7 @@ def test_many_calls_of_one_plan_with_any_numbers_of_tokens(size, lanes):
     worlds.run(size, program)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_same_bits_over_repeats_and_splits_and_as_in_three_calls(dtype):
     case = ExpertCase("bits", (20, 0, 31), 24, 17, 7, 3, dtype, "zipf", None, None, 19)
 
@@ -456,10 +461,11 @@ def make_simulated():
 def test_every_interleaving_gives_the_right_result(make_simulated, activation, lanes, split):
     world = make_simulated(activation, lanes, split)
     for seed in range(120):
+        before = world.ranks[0][0]._signals.generation
         faults, _ = world.simulate(seed)
         assert not faults
         generations = {comm._signals.generation for comm, *_ in world.ranks}
-        assert len(generations) == 1, f"seed {seed}: not all launches ended well"
+        assert generations == {before + LAUNCHES}, f"seed {seed}: not all launches ended well"
 
 
 @pytest.mark.parametrize("part", range(16))
