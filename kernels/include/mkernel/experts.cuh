@@ -35,7 +35,7 @@ public:
         const i64 lane = agent.lane(), lanes = agent.lanes(), experts = i64(plan_.experts);
         const i64 sorted = tokens <= plan_.max_tokens ? tokens : 0;  // more than that is refused
         for (i64 part = lane; part < plan_.parts; part += lanes) count(choice, part, tokens_of(part, sorted));
-        Writes().complete(agent);
+        agent.sync();
         ExpertShare* shares = table<ExpertShare>(launch_.rank(), plan_.shares);
         for (i64 expert = lane; expert < experts; expert += lanes) {
             ExpertShare sum{0, 0};
@@ -47,7 +47,7 @@ public:
             }
             shares[expert] = sum;
         }
-        Writes().complete(agent);
+        agent.sync();
         if (lane == 0) {
             ExpertShare sum{0, 0};
             for (i64 expert = 0; expert < experts; ++expert) {
@@ -59,9 +59,9 @@ public:
             const i64 id = fault < 0 ? 0 : id_of(choice, fault / plan_.slots, fault % plan_.slots);
             *table<RoutingSummary>(launch_.rank(), plan_.summary) = {tokens, fault, id};
         }
-        Writes().complete(agent);
+        agent.sync();
         for (i64 part = lane; part < plan_.parts; part += lanes) list(choice, part, tokens_of(part, sorted));
-        Writes().complete(agent);
+        agent.sync();
     }
 
     // When all peers have called: works out what each of them sends to each expert here, and where its rows begin. If one
@@ -71,12 +71,12 @@ public:
         const Agent& agent = launch_.agent();
         const u64 lane = agent.lane(), lanes = agent.lanes(), ranks = launch_.size();
         for (u64 rank = lane; rank < ranks; rank += lanes) plan_.totals[rank] = rows_for(rank);
-        Writes().complete(agent);
+        agent.sync();
         if (lane == 0) *verdict = judge();
         const bool fine = agent.broadcast(lane == 0 && verdict->problem == u64(Problem::none));
         if (fine) {
             for (u64 source = lane; source < ranks; source += lanes) take_in(source);
-            Writes().complete(agent);
+            agent.sync();
             const u64 experts = split_.count(launch_.rank());
             for (u64 expert = lane; expert < experts; expert += lanes) {
                 i64 row = 0;
@@ -87,7 +87,7 @@ public:
                 }
                 expert_offsets[expert + 1] = row;
             }
-            Writes().complete(agent);
+            agent.sync();
             if (lane == 0) {
                 expert_offsets[0] = 0;
                 for (u64 expert = 0; expert < experts; ++expert)
