@@ -247,6 +247,7 @@ def test_demo_prints_a_table_that_names_its_target():
     assert "not a measure of speed" in title
     assert headings.split()[0] == "operator"
     names = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "ring_attention")
+    names += ("moe_dispatch_gemm", "moe_combine", "moe_layer")
     assert sorted(names) == sorted({row.split()[0] for row in rows})
     assert last == f"all {len(rows)} rows agree with the reference"
     assert done.stderr == ""
