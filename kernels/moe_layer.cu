@@ -58,7 +58,7 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
     Routing routing(launch, plan.routing);
     if (launch.is(Role::compute) && routing.await() && !routing.refused()) {
         TokenLanding landing(launch, plan.routing, plan.landing, plan.expert_offsets);
-        FinishedTiles hidden(launch, plan);
+        const FinishedParts hidden(launch, plan);
         auto tiles = [&](i64 columns, bool pairs) {
             return ExpertTiles(plan.expert_offsets, plan.experts, columns, plan.tile, launch.member(),
                                launch.members(), pairs);

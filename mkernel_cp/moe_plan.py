@@ -538,6 +538,8 @@ class MoeLayerPlan(PlanFile):
     target, engine : str
     tile : tuple of int
         (rows, columns, k) of what is computed at a time.
+    part : tuple of int
+        (rows, columns) of a finished tile that are stored together.
     chunk_bytes : int
         How much was to be moved at a time.
     split : tuple of int
@@ -565,6 +567,7 @@ class MoeLayerPlan(PlanFile):
     target: str
     engine: str
     tile: tuple[int, int, int]
+    part: tuple[int, int]
     chunk_bytes: int
     split: tuple[int, int]
     shared_bytes: int
@@ -598,10 +601,10 @@ class MoeLayerPlan(PlanFile):
         return self.layer.dispatch.capacities[self.rank]
 
     @property
-    def hidden_tiles(self) -> int:
-        """The most tiles of what is between the products; see FinishedTiles of activation.cuh."""
-        row_blocks = self.capacity // self.tile[0] + self.experts + 1
-        return row_blocks * math.ceil(self.inner / self.tile[1])
+    def parts(self) -> int:
+        """The most parts of what is between the products; see FinishedParts of activation.cuh."""
+        rows, columns = self.part
+        return (self.capacity // rows + self.experts + 1) * math.ceil(self.inner / columns)
 
     @property
     def options(self) -> Options:
@@ -655,6 +658,7 @@ def plan_moe_layer(rank: int, layer: Layer, options: Options) -> MoeLayerPlan:
         target="host",
         engine=chosen.engine,
         tile=chosen.tile,
+        part=chosen.part,
         chunk_bytes=layer.chunk_bytes or _CHUNK_BYTES,
         split=expert_split(layer.ranks, options),
         shared_bytes=max(chosen.shared_bytes(layer.dtype, accumulator), layer.combine.shared_bytes),

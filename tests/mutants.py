@@ -430,20 +430,20 @@ MUTANTS = {
         "launch.have_read(peer, 1);",
         COMBINED_IN_TURNS,
     ),
-    "layer: wait for the tiles between the products": Mutant(
+    "layer: wait for what is between the products": Mutant(
         H + "activation.cuh",
         "if (!launch_.wait(who, &plan_.finished[number]",
         "if (!launch_.live() && !launch_.wait(who, &plan_.finished[number]",
         LAYER,
     ),
-    "layer: wait for the tiles between the products, sanitized": Mutant(
+    "layer: wait for what is between the products, sanitized": Mutant(
         H + "activation.cuh",
         "if (!launch_.wait(who, &plan_.finished[number]",
         "if (!launch_.live() && !launch_.wait(who, &plan_.finished[number]",
         SANITIZED,
     ),
-    "layer: row blocks of two experts with one signal": Mutant(
-        H + "activation.cuh", "/ height + i64(tile.source) + tile", "/ height + tile", LAYER
+    "layer: parts of two experts with one signal": Mutant(
+        H + "activation.cuh", "/ plan_.part_rows + i64(expert);", "/ plan_.part_rows;", LAYER
     ),
     "layer: gate and other half": Mutant(
         H + "activation.cuh", "? silu(gate) * sum", "? silu(sum) * gate", LAYER

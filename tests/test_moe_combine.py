@@ -12,7 +12,6 @@ from routing import ExpertCase, expected_sum, ids_of, router_weights_of, rows_of
 from shapes import DTYPES
 
 import mkernel_cp as mk
-from mkernel_cp import compiler
 from mkernel_cp.failure import Reason
 from mkernel_cp.moe_plan import Combine, MoeCombinePlan, plan_moe_combine
 
@@ -278,7 +277,7 @@ def test_overlapping_outputs_other_operands_and_closed_plans_are_refused():
         with pytest.raises(ValueError, match="closed"):
             step(ROWS, WEIGHTS, layout)
         comm.target = "cuda"
-        with pytest.raises(mk.ConfigurationError, match="no GPU engine yet"):
+        with pytest.raises(mk.ConfigurationError, match="does not run on GPUs yet"):
             mk.moe_combine(ROWS, WEIGHTS, layout, comm=comm)
         comm.target = "host"
 
@@ -442,11 +441,3 @@ def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
         reasons |= {page.words.by_kernel.reason for page in comm._pages}
     assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
     assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9
-
-
-@pytest.mark.nvrtc
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_the_kernel_is_device_code(architecture):
-    options = ["-std=c++17", f"-I{compiler.include_dir()}", f"--gpu-architecture={architecture}"]
-    cubin, log = compiler.nvrtc_compile(compiler.kernel_source("moe_combine"), options)
-    assert cubin is not None, log

@@ -63,7 +63,7 @@ def moe_combine(
     ArgumentMismatchError
         On all ranks, if they do not agree on N, k, the dtypes, `max_tokens` or the options.
     ConfigurationError
-        On the cuda target, for which there is no engine yet.
+        On the cuda target, on which it does not run yet.
     TimeoutError, PeerLostError
         On all ranks, if one does not take part. What was not finished of the result is NaN.
 
@@ -361,7 +361,7 @@ def check_weights(weights: np.ndarray, dtype: np.dtype, tokens: int, slots: int)
 def _shadows(rows: Any, topk_weight: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
     if comm.target == "cuda":
         raise errors.ConfigurationError(
-            "moe_combine has no GPU engine yet: use Communicator(target='host')"
+            "moe_combine does not run on GPUs yet: use Communicator(target='host')"
         )
     named = (("rows", rows), ("topk_weight", topk_weight))
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)

@@ -96,7 +96,7 @@ def moe_dispatch_gemm(
     ArgumentMismatchError
         On all ranks, if they do not agree on H, I, k, the dtypes or the keywords.
     ConfigurationError
-        On the cuda target, for which there is no engine yet.
+        On the cuda target, on which it does not run yet.
     TimeoutError, PeerLostError
         On all ranks, if one does not take part. What was not finished of the result is NaN.
 
@@ -429,7 +429,7 @@ class _Spec:
 def _shadows(x: Any, topk_idx: Any, w: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
     if comm.target == "cuda":
         raise errors.ConfigurationError(
-            "moe_dispatch_gemm has no GPU engine yet: use Communicator(target='host')"
+            "moe_dispatch_gemm does not run on GPUs yet: use Communicator(target='host')"
         )
     named = (("x", x), ("topk_idx", topk_idx), ("w", w))
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)

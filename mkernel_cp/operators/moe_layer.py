@@ -101,7 +101,7 @@ def moe_layer(
     ArgumentMismatchError
         On all ranks, if they do not agree on H, I, N, k, the dtypes or the keywords.
     ConfigurationError
-        On the cuda target, for which there is no engine yet.
+        On the cuda target, on which it does not run yet.
     TimeoutError, PeerLostError
         On all ranks, if one does not take part. What was not finished of the result is NaN.
 
@@ -209,7 +209,7 @@ class MoeLayer:
             "made": machine.empty((plan.capacity, plan.n), plan.dtype),
             "stash": machine.empty(stash, accumulator_dtype(plan.dtype)),
             "expert_offsets": machine.empty((plan.experts + 1,), np.dtype(np.int64)),
-            "finished": machine.empty((plan.hidden_tiles,), np.dtype(np.uint64)),
+            "finished": machine.empty((plan.parts,), np.dtype(np.uint64)),
         }
         machine.zero(self._room["finished"])
 
@@ -241,6 +241,8 @@ class MoeLayer:
             inner=asked.inner,
             n=asked.n,
             tile=structures.TileShape(*plan.tile),
+            part_rows=plan.part[0],
+            part_columns=plan.part[1],
             hidden=self._arrays["hidden"].address,
             made=self._arrays["made"].address,
             routing=routing,
@@ -442,7 +444,7 @@ class _Spec:
 def _shadows(arrays: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
     if comm.target == "cuda":
         raise errors.ConfigurationError(
-            "moe_layer has no GPU engine yet: use Communicator(target='host')"
+            "moe_layer does not run on GPUs yet: use Communicator(target='host')"
         )
     named = zip(_NAMES, arrays, strict=True)
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)

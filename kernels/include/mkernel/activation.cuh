@@ -19,31 +19,33 @@ MK_DEVICE Acc silu(Acc a) { return a / (Acc(1) + exponential(-a)); }
 template <class Acc>
 MK_DEVICE Acc gelu(Acc a) { return Acc(0.5) * a * complementary_error(a * Acc(-0.70710678118654752440)); }
 
-// Which tiles of the rows of the experts are finished: a signal each. Row blocks start anew with every expert.
-class FinishedTiles {
+// Which parts of the tiles of the experts' rows are finished: a signal each. Parts start anew with every expert.
+class FinishedParts {
 public:
-    MK_DEVICE FinishedTiles(Launch& launch, const MoeLayerPlan& plan) : launch_(launch), plan_(plan) {}
+    MK_DEVICE FinishedParts(Launch& launch, const MoeLayerPlan& plan) : launch_(launch), plan_(plan) {}
 
-    MK_DEVICE void finish(const Tile& tile, Completed stored) const {
-        launch_.raise<Scope::device>(&plan_.finished[index(tile, tile.columns.begin)], 1, stored);
+    MK_DEVICE void finish(const Tile& part, Completed stored) const {
+        launch_.raise<Scope::device>(&plan_.finished[index(part.source, part.rows.begin, part.columns.begin)], 1,
+                                     stored);
     }
 
     // Waits for some columns of the rows of a tile.
     MK_DEVICE bool wait(const Agent& who, const Tile& tile, Range columns) const {
-        for (i64 at = columns.begin / width() * width(); at < columns.end; at += width()) {
-            const u64 number = index(tile, at);
-            if (!launch_.wait(who, &plan_.finished[number], 1, {Awaited::arrival, everyone, number})) return false;
-        }
+        const i64 first = columns.begin / plan_.part_columns * plan_.part_columns;
+        for (i64 row = tile.rows.begin; row < tile.rows.end; row += plan_.part_rows)
+            for (i64 column = first; column < columns.end; column += plan_.part_columns) {
+                const u64 number = index(tile.source, row, column);
+                if (!launch_.wait(who, &plan_.finished[number], 1, {Awaited::arrival, everyone, number})) return false;
+            }
         return launch_.live();
     }
 
 private:
-    MK_DEVICE i64 width() const { return plan_.tile.columns; }
-    // No two row blocks of two experts have one number: each expert starts one further than the rows before it say.
-    MK_DEVICE u64 index(const Tile& tile, i64 column) const {
-        const i64 height = plan_.tile.rows;
-        const i64 row_block = plan_.expert_offsets[tile.source] / height + i64(tile.source) + tile.rows.begin / height;
-        return u64(row_block * ceil_div(plan_.inner, width()) + column / width());
+    // No parts of two experts have one number: each expert starts one further than the rows before it say.
+    MK_DEVICE u64 index(u64 expert, i64 row, i64 column) const {
+        const i64 before = plan_.expert_offsets[expert] / plan_.part_rows + i64(expert);
+        const i64 across = ceil_div(plan_.inner, plan_.part_columns);
+        return u64((before + row / plan_.part_rows) * across + column / plan_.part_columns);
     }
 
     Launch& launch_;
@@ -81,7 +83,7 @@ public:
     }
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed stored) const {
-        if (!is_gate(part)) FinishedTiles(launch, *plan_).finish(result_of(part), stored);
+        if (!is_gate(part)) FinishedParts(launch, *plan_).finish(result_of(part), stored);
     }
 
 private:

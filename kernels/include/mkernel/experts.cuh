@@ -303,17 +303,17 @@ private:
         const Delivery &delivery = delivery_of(expert, source), &last = delivery_of(experts_ - 1, source);
         const u32* tokens = static_cast<const u32*>(launch_.at(source, routing_.tokens)) + delivery.token;
         const i64 end = delivery.landed + delivery.tokens, all = last.landed + last.tokens;
+        const bool leads = launch_.agent().lane() == 0;
         for (i64 chunk = ceil_div(delivery.landed, plan_.chunk_tokens); chunk * plan_.chunk_tokens < end; ++chunk) {
             if ((u64(chunk) + source) % launch_.members() != launch_.member()) continue;
             const Range landing = block(chunk, plan_.chunk_tokens, all);
-            const u64 index = chunk_of(source, landing.begin);
-            const Span span(launch_, launch_.agent().lane() == 0, Traced::copy, source,
-                            u64(landing.size() * plan_.bytes), index);
+            const u64 index = chunk_of(source, landing.begin), bytes = u64(landing.size() * plan_.bytes);
+            const Span span(launch_, leads, Traced::copy, source, bytes, index);
             for (i64 i = landing.begin; i < landing.end; ++i)
                 courier.send({token_at(source, i), plan_.pitch},
                              {theirs.data + tokens[i - delivery.landed] * theirs.pitch, theirs.pitch}, 1, plan_.bytes,
                              i + 1 < landing.end ? nullptr : &plan_.arrived[index]);
-            pulled_ += u64(landing.size() * plan_.bytes);
+            pulled_ += bytes;
         }
     }
 

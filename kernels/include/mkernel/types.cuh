@@ -465,10 +465,12 @@ struct MoeLayerPlan {
     i64 inner;  // columns of `hidden`
     i64 n;
     TileShape tile;
+    i64 part_rows;  // of a part of a tile, which is stored at once
+    i64 part_columns;
     i64* expert_offsets;  // what this rank gets in a call
     Matrix* hidden;
     Matrix* made;
-    u64* finished;  // signals: the tiles of `hidden`
+    u64* finished;  // signals: the parts of tiles of `hidden`
     void* stash;    // [compute agent]: sums of a tile, until those that they are multiplied with are there
     RoutingPlan routing;
     TokenLandingPlan landing;
