@@ -23,40 +23,28 @@ namespace mk {
 using Type = MK_TYPE;
 using OutType = MK_OUT_TYPE;
 using PartialType = MK_TRANSFER_TYPE;
-
-// The product of this rank's operands, for some tiles.
-template <class Sink, class Meanwhile>
-MK_DEVICE void multiply(Launch& launch, const GemmReduceScatterPlan& plan, const GemmReduceScatterParams& p,
-                        const RingTiles& tiles, Sink sink, Meanwhile meanwhile) {
-    engine::gemm<Type>(
-        launch, tiles, plan.tile, plan.k,
-        /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,
-        /* gate   */ [](const Agent&, Tile, Range) { return true; }, sink, meanwhile);
-}
+using SumType = Accumulator<Type>;
 
 MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     const GemmReduceScatterPlan& plan = *p.plan;
     Launch launch(p.world, plan.split);
-    auto greet = [&](Launch self) { return self.member() > 0 || self.greet(p.message); };
+    const u64 rank = launch.rank(), size = launch.size();
+    auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
 
-    if (launch.is(Role::mover) && !greet(launch)) launch.drop();
+    if (launch.is(Role::mover)) greet(launch);
 
     if (launch.is(Role::compute)) {
-        // Made anew for each call: nothing stays in registers while tiles are multiplied.
-        auto tiles = [&](RingTiles::Steps steps, u64 before) {
-            return RingTiles({launch.rank(), launch.size(), plan.row_start, {0, plan.n}, plan.tile}, steps,
-                             launch.member() / engine::cluster, launch.members() / engine::cluster, before);
-        };
-        auto of_peers = [&] { return tiles({1, launch.size()}, 0); };
-        auto own = [&] { return tiles({0, 1}, of_peers().count()); };
-        auto store = [&] {
-            const u64 rank = launch.rank();
-            return Store<OutType>(p.c, plan.row_start[rank + 1] - plan.row_start[rank]);
-        };
-        multiply(launch, plan, p, of_peers(), Push<PartialType>(plan),
-                 [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
-        multiply(launch, plan, p, own(), Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),
-                 [](Launch self, Scratch) { return self.live(); });
+        const RingTiles own_rows_last({rank, size, plan.row_start, plan.n, plan.tile}, {1, size + 1},
+                                      RingTiles::one_stripe, launch.member() / engine::cluster,
+                                      launch.members() / engine::cluster);
+        engine::gemm<Type>(
+            launch, own_rows_last, plan.tile, plan.k,
+            /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,
+            /* gate   */ [](const Agent&, Tile, Range) { return true; },
+            /* sink   */
+            PushOrSum<SumType, Push<SumType, PartialType>, Sum<SumType, PartialType, OutType, engine::sink_loads>>(
+                plan, {plan, {p.c, plan.row_start[rank + 1] - plan.row_start[rank]}}),
+            /* meanwhile */ [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
     }
 
     launch.finish();

@@ -45,11 +45,14 @@ class ReductionOperator(GemmOperator):
     plan_type: ClassVar[type[plans.GemmReduceScatterPlan]]
     plan: plans.GemmReduceScatterPlan
 
+    _one_shot = False  # whether every rank adds everything
+
     def _agreed_text(self) -> str:
         spec = self._spec
         transfer = spec.transfer_dtype
         tail = plans.tf32_text(spec.options.tf32)
         tail += "" if transfer == spec.dtype else f", partial sums as {transfer.name}"
+        tail += ", one shot" if self._one_shot else ""
         return (
             f"{self.function}(row_counts={list(spec.row_counts)}, N={spec.n}, {spec.dtype.name} -> "
             f"{spec.out_dtype.name}, tile={self._tile.tile[:2]}{tail})"
@@ -65,24 +68,28 @@ class ReductionOperator(GemmOperator):
         spec = self._spec
         zones = plans.reduction_zones(
             *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
-            self._tile,
+            *(self._tile, self._one_shot),
         )
         return sum(slots for slots, _ in zones), sum(slots * nbytes for slots, nbytes in zones)
 
     def _make_plan(self, capacity: int) -> plans.GemmReduceScatterPlan:
-        spec = self._spec
+        spec, agreed = self._spec, (self._tile, self._one_shot)
         return plans.plan_reduction(
             *(self.plan_type, self._comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
-            *(spec.out_dtype, spec.transfer_dtype, self._tile, spec.options, capacity),
+            *(spec.out_dtype, spec.transfer_dtype, *agreed, spec.options, capacity),
         )
 
     def _choose_tile(self) -> Any:
         # K_r may differ between ranks; the rows and columns of a tile may not.
         spec, gpu = self._spec, self._comm.machine.gpu
         return plans.choose_tile(
-            *(spec.row_counts, spec.n, spec.k if gpu is None else _USUAL_K, spec.dtype),
+            *(self._tiled_rows(), spec.n, spec.k if gpu is None else _USUAL_K, spec.dtype),
             *(self._staged_dtype(), spec.options, gpu),
         )
+
+    def _tiled_rows(self) -> tuple[int, ...]:
+        """Return how many rows lie between borders that no tile crosses."""
+        return self._spec.row_counts
 
     def _staged_dtype(self) -> np.dtype:
         return accumulator_dtype(self._spec.dtype)
@@ -106,6 +113,7 @@ class ReductionOperator(GemmOperator):
             tile=structures.TileShape(*plan.tile),
             part_rows=plan.part[0],
             part_columns=plan.part[1],
+            piece_columns=plan.piece_columns,
             row_start=self._constant("row_start", np.array(plan.row_start, np.int64)),
             partials=self._zone(arena, 0),
         )

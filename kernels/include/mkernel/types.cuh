@@ -196,6 +196,7 @@ struct GemmReduceScatterPlan {
     TileShape tile;
     i64 part_rows;      // of a part of a tile, which is pushed and added at once
     i64 part_columns;
+    i64 piece_columns;  // of a piece of a part, which is delivered at once
     i64* row_start;     // [rank]: the first of the rows that it owns, and the total behind the last
     ZonePlan partials;  // [ring distance from the owner - 1][part of the owner's tiles]
 };
@@ -212,7 +213,8 @@ struct GemmReduceScatterParams {
 
 // What does not change from call to call of gemm_allreduce.
 struct GemmAllReducePlan {
-    GemmReduceScatterPlan reduction;
+    GemmReduceScatterPlan reduction;  // of one shot: partials.signals are words, [source][row][column]
+    i64* all_rows;  // 0 and M
     i64 stripe;     // columns that are summed and handed out before the next ones
     ZonePlan sums;  // [part, counted over all owners]
 };
