@@ -140,7 +140,7 @@ EXPERTS = [
 
 @pytest.mark.parametrize(("name", "architecture", "macros"), EXPERTS)
 def test_operators_on_experts_compile_as_device_code(name, architecture, macros):
-    found = complaint(*compile_kernel(name, architecture, macros), name)
+    found = complaint(*compile_kernel(name, architecture, macros), name, architecture)
     assert found is None, found
 
 
