@@ -23,6 +23,9 @@ from .local_world import LocalWorld
 from .operators.allgather_gemm import AllGatherGemm, allgather_gemm
 from .operators.gemm_allreduce import GemmAllReduce, gemm_allreduce
 from .operators.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
+from .operators.moe_combine import MoeCombine, moe_combine
+from .operators.moe_dispatch_gemm import DispatchLayout, MoeDispatchGemm, moe_dispatch_gemm
+from .operators.moe_layer import MoeLayer, moe_layer
 from .operators.ring_attention import RingAttention, ring_attention, zigzag_join, zigzag_split
 from .plan import Options
 from .trace import trace
@@ -37,12 +40,16 @@ __all__ = [
     "CompileError",
     "ConcurrentCallError",
     "ConfigurationError",
+    "DispatchLayout",
     "Error",
     "GemmAllReduce",
     "GemmReduceScatter",
     "Kernel",
     "LocalWorld",
     "Module",
+    "MoeCombine",
+    "MoeDispatchGemm",
+    "MoeLayer",
     "NetworkError",
     "Options",
     "OutOfMemoryError",
@@ -55,6 +62,9 @@ __all__ = [
     "gemm_allreduce",
     "gemm_reduce_scatter",
     "include_dir",
+    "moe_combine",
+    "moe_dispatch_gemm",
+    "moe_layer",
     "ring_attention",
     "trace",
     "zigzag_join",

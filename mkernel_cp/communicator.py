@@ -640,7 +640,9 @@ class Communicator:
 
     # --- what operators need ----------------------------------------------------------------------
 
-    def agreement(self, what: str, need: Callable[[], tuple[int, int]], work: Callable[[], Any]):
+    def agreement(
+        self, what: str, need: Callable[[], tuple[int, int]] | None, work: Callable[[], Any]
+    ):
         """Return what the ranks agreed on for `what`, asking them if it is new to them.
 
         It is new to all ranks or to none, since `what` holds nothing but what all must agree on.
@@ -650,7 +652,7 @@ class Communicator:
         what : str
             The operator and all agreed extents, dtypes and options.
         need : callable
-            Signals and bytes of the arena; a function of `what` alone.
+            Signals and bytes of the arena; a function of `what` alone. None: nothing.
         work : callable
             This rank's contribution.
 
@@ -662,7 +664,8 @@ class Communicator:
         key = digest_of(what)
         if key not in self._agreements:
             answers = self.agree(what, work)
-            self._reserve(*need())
+            if need is not None:
+                self._reserve(*need())
             self._agreements[key] = answers
         return self._agreements[key]
 
@@ -905,6 +908,11 @@ class Communicator:
         self._pages[self.rank].set_text(generation, text, refusal=True)
         self._post(generation, REFUSED)
         self._signals.advance()
+
+    def raise_alike(self, error: BaseException) -> None:
+        """Raise what all ranks raise in this call, each by itself: no peer has to be told."""
+        self._told = error
+        raise error
 
     def _post(self, generation: int, progress: int, digest: int = 0) -> None:
         """Tell all ranks what this host does in a generation in place of a launch.

@@ -42,6 +42,8 @@ class Awaited(enum.IntEnum):
     PARTIAL = 6
     SUM = 7
     ROOM = 8
+    ROUTES = 9
+    ROWS = 10
 
 
 _AWAITED = {
@@ -51,6 +53,8 @@ _AWAITED = {
     Awaited.AGREEMENT: "{peer} to agree",
     Awaited.PARTIAL: "the partial sums of {peer} for tile {index}",
     Awaited.SUM: "tile {index}, which {peer} adds",
+    Awaited.ROUTES: "the routes of tokens (part {index})",
+    Awaited.ROWS: "the rows of compute agent {index}",
     Awaited.ROOM: "room in the window, which compute agent {index} uses",
 }
 
@@ -75,7 +79,11 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
     if reason is Reason.MISMATCH:
         hint = "".join(
             f"; where ranks have different numbers of {what}, each passes all in {name}="
-            for name, what in (("row_counts", "rows"), ("seq_counts", "positions"))
+            for name, what in (
+                ("row_counts", "rows"),
+                ("seq_counts", "positions"),
+                ("num_experts", "experts"),
+            )
             if f"{name}=" in texts[origin] and f"{name}=" in texts[peer]
         )
         return errors.ArgumentMismatchError(

@@ -28,8 +28,8 @@ A sum over ranks has the accumulation term of each rank's partial sum, and besid
 where the order of the additions is part of the definition: the owner of a row starts with its own
 partial sum and adds those of the ranks behind it around the ring.
 
-`ring_attention` has bounds of its own, given there; the value is accumulated in float64, for
-float64 operands in NumPy's long double.
+`ring_attention` and the operators on experts have bounds of their own, given there; the value is
+accumulated in float64, for float64 operands in NumPy's long double.
 
 .. [1] N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., SIAM, 2002, sec. 3.1.
 .. [2] N. J. Higham and T. Mary, A new approach to probabilistic rounding error analysis, SIAM
@@ -38,6 +38,7 @@ float64 operands in NumPy's long double.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,10 @@ __all__ = [
     "array_split_counts",
     "gemm_allreduce",
     "gemm_reduce_scatter",
+    "moe_combine",
+    "moe_dispatch_gemm",
+    "moe_layer",
+    "moe_routing",
     "ring_attention",
     "unit_roundoff",
 ]
@@ -308,17 +313,9 @@ def allgather_gemm(
             f"blocks of a have types {[str(block.dtype) for block in a_blocks]}, b has {b.dtype}: "
             "all must be the same"
         )
-    output = _output_dtype(b.dtype, dtype)
     a64 = np.concatenate([block.astype(np.float64) for block in a_blocks])
-    b64 = b.astype(np.float64)
-    with np.errstate(all="ignore"):
-        value = _accurate_product(a64, b64) if b.dtype == _FLOAT64 else a64 @ b64
-        bound = (
-            unit_roundoff(output) * np.abs(value)
-            + _accumulation_bound(a64, b64, accumulator_dtype(b.dtype), tf32)
-            + float(ml_dtypes.finfo(output).smallest_subnormal) / 2
-        )
-    return Expected(value, np.where(np.isfinite(value), bound, 0.0), output)
+    output = _output_dtype(b.dtype, dtype)
+    return _product(a64, b.astype(np.float64), b.dtype, output, tf32)
 
 
 def gemm_reduce_scatter(
@@ -616,6 +613,350 @@ def _positions(lengths: Sequence[int], layout: str) -> list[np.ndarray]:
     if [len(x) for x in held] != list(lengths):
         raise ValueError(f"ranks hold {list(lengths)} positions: not so in a layout of {layout}")
     return held
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Which tokens the experts of one rank get, row by row.
+
+    Attributes
+    ----------
+    expert_offsets : ndarray of int64 (E_r + 1,)
+        Rows ``expert_offsets[e]:expert_offsets[e + 1]`` are those of the rank's expert e.
+    source_rank, source_token, source_slot : ndarray of int32 (rows,)
+        Where each comes from: ``x[token]`` of the rank, because ``topk_idx[token, slot]`` says so.
+    """
+
+    expert_offsets: np.ndarray
+    source_rank: np.ndarray
+    source_token: np.ndarray
+    source_slot: np.ndarray
+
+
+def moe_routing(topk_blocks: Sequence[np.ndarray], rank: int, num_experts: int) -> Routing:
+    """The rows that the experts of one rank get: in order of expert, source rank, token, slot.
+
+    Parameters
+    ----------
+    topk_blocks : sequence of ndarray of int, each (T_r, k)
+        Every rank's choice of experts, -1 for none, in rank order. An id that a token names twice
+        makes two rows.
+    rank : int
+        Whose experts.
+    num_experts : int
+        E; rank r has those that `numpy.array_split` gives it.
+
+    Returns
+    -------
+    Routing
+
+    Raises
+    ------
+    ValueError
+        If an id is none of -1 to E - 1, or shapes do not fit.
+
+    Examples
+    --------
+    >>> routing = moe_routing([np.array([[1, 0]]), np.array([[-1, 1]])], 1, 2)
+    >>> routing.source_rank.tolist(), routing.source_slot.tolist()
+    ([0, 1], [0, 1])
+    """
+    topk_blocks = [np.asarray(block) for block in topk_blocks]
+    if any(block.ndim != 2 or block.shape[1] != topk_blocks[0].shape[1] for block in topk_blocks):
+        raise ValueError("every block of topk must be (tokens, k), with the same k")
+    if any(((block < -1) | (block >= num_experts)).any() for block in topk_blocks):
+        raise ValueError(f"there is an id outside -1 to {num_experts - 1}")
+    counts = array_split_counts(num_experts, len(topk_blocks))
+    first, experts = sum(counts[:rank]), counts[rank]
+    found = [
+        (expert, source, token, slot)
+        for source, block in enumerate(topk_blocks)
+        for token, slot in np.argwhere((block >= first) & (block < first + experts)).tolist()
+        for expert in (int(block[token, slot]) - first,)
+    ]
+    table = np.array(sorted(found), np.int64).reshape(-1, 4)
+    offsets = np.searchsorted(table[:, 0], np.arange(experts + 1))
+    return Routing(offsets.astype(np.int64), *table[:, 1:].T.astype(np.int32))
+
+
+def moe_dispatch_gemm(
+    x_blocks: Sequence[np.ndarray],
+    topk_blocks: Sequence[np.ndarray],
+    w: np.ndarray,
+    rank: int,
+    num_experts: int,
+    dtype: DTypeLike | None = None,
+) -> tuple[Expected, Routing]:
+    """Tokens of all ranks times the weights of the experts of one rank that they chose.
+
+    Parameters
+    ----------
+    x_blocks : sequence of ndarray, each (T_r, H)
+        Every rank's tokens, in rank order.
+    topk_blocks, rank, num_experts
+        As for `moe_routing`.
+    w : ndarray (E_r, H, I)
+        The rank's experts.
+    dtype : dtype, optional
+        Type of the output: that of the operands (default), or float32 for 16-bit operands.
+
+    Returns
+    -------
+    rows : Expected
+        (rows, I): without what lies behind the last row in an output with more. Each row has the
+        bound of a product, as in `allgather_gemm`.
+    routing : Routing
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `allgather_gemm` and `moe_routing`.
+
+    Examples
+    --------
+    >>> x, topk = [np.array([[2.0], [3.0]])], [np.array([[1, -1], [0, 1]])]
+    >>> rows, routing = moe_dispatch_gemm(x, topk, np.array([[[1.0]], [[10.0]]]), 0, 2)
+    >>> rows.value.ravel().tolist(), routing.source_token.tolist()
+    ([3.0, 20.0, 30.0], [1, 0, 1])
+    """
+    w = np.asarray(w)
+    routing = moe_routing(topk_blocks, rank, num_experts)
+    if len(w) != len(routing.expert_offsets) - 1:
+        raise ValueError(f"rank {rank} has {len(routing.expert_offsets) - 1} experts, w {len(w)}")
+    sources = list(zip(routing.source_rank, routing.source_token, strict=True))
+    parts = []
+    for expert, (begin, end) in enumerate(
+        zip(routing.expert_offsets, routing.expert_offsets[1:], strict=False)
+    ):
+        a = np.empty((end - begin, w.shape[1]), w.dtype)
+        for row, (source, token) in zip(a, sources[begin:end], strict=True):
+            row[...] = x_blocks[source][token]
+        parts.append(allgather_gemm([a], w[expert], dtype))
+    empty = np.zeros((0, w.shape[2]))
+    value, bound = (
+        np.concatenate([empty, *(getattr(part, x) for part in parts)]) for x in ("value", "bound")
+    )
+    return Expected(value, bound, _output_dtype(w.dtype, dtype)), routing
+
+
+def moe_combine(
+    row_blocks: Sequence[np.ndarray],
+    topk_blocks: Sequence[np.ndarray],
+    topk_weight: np.ndarray,
+    rank: int,
+    num_experts: int,
+    transfer_dtype: DTypeLike | None = None,
+) -> Expected:
+    """What the experts made of one rank's tokens, weighted and added up.
+
+    ``out[t] = sum_d sum_j topk_weight[t, j] * row(t, j)``: for each rank d, in rank order, the sum
+    over the slots j of which d has the expert, in the order of slots. No expert at all gives 0.
+
+    Parameters
+    ----------
+    row_blocks : sequence of ndarray, each (rows, N)
+        Every rank's rows, as `moe_routing` orders them; further ones are ignored.
+    topk_blocks, num_experts
+        As for `moe_routing`.
+    topk_weight : ndarray (T_r, k)
+        The weights of rank `rank`, of the accumulator's type.
+    rank : int
+        Whose tokens.
+    transfer_dtype : dtype, optional
+        Type in which a sum over the slots of another rank crosses the link: that of the rows
+        (default), or float32 for 16-bit rows.
+
+    Returns
+    -------
+    Expected
+        (T_r, N), of the rows' type. The bound has ``u_acc`` times the size of each product and of
+        each addition's result on the way, ``u_transfer`` times that of each sum that crosses a
+        link, and ``u_out`` times that of the result; and half a subnormal where one may vanish.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If shapes or types do not fit.
+
+    Examples
+    --------
+    >>> rows = [np.array([[1.0], [2.0]]), np.array([[30.0]])]
+    >>> topk = [np.array([[0, 1], [0, -1]]), np.zeros((0, 2), int)]
+    >>> moe_combine(rows, topk, np.array([[1.0, 0.5], [4.0, 9.0]]), 0, 2).value.tolist()
+    [[16.0], [8.0]]
+    """
+    row_blocks = [np.asarray(block) for block in row_blocks]
+    dtype = row_blocks[0].dtype
+    if any(block.dtype != dtype for block in row_blocks):
+        raise TypeError("blocks of rows differ in type")
+    values = [block.astype(np.float64) for block in row_blocks]
+    exact = [np.zeros(block.shape) for block in row_blocks]
+    transfer = _output_dtype(dtype, transfer_dtype)
+    return _combined(values, exact, dtype, topk_blocks, topk_weight, rank, num_experts, transfer)
+
+
+def _combined(
+    values: Sequence[np.ndarray],
+    bounds: Sequence[np.ndarray],
+    dtype: np.dtype,
+    topk_blocks: Sequence[np.ndarray],
+    topk_weight: np.ndarray,
+    rank: int,
+    num_experts: int,
+    transfer: np.dtype,
+) -> Expected:
+    """Return what `moe_combine` does, for rows that are known up to bounds."""
+    accumulator = accumulator_dtype(dtype)
+    if topk_weight.shape != topk_blocks[rank].shape or topk_weight.dtype != accumulator:
+        raise ValueError(f"topk_weight must be like topk_blocks[{rank}], of {accumulator}")
+    work = np.longdouble if dtype == _FLOAT64 else np.float64
+    u, half = (
+        {t: f(t) for t in {dtype, accumulator, transfer}}
+        for f in (unit_roundoff, lambda t: float(ml_dtypes.finfo(t).smallest_subnormal) / 2)
+    )
+    shape = topk_weight.shape[0], values[0].shape[1]
+    total, bound, added = np.zeros(shape, work), np.zeros(shape), np.zeros(shape[0], bool)
+    with np.errstate(all="ignore"):
+        for d in range(len(values)):
+            routing = moe_routing(topk_blocks, d, num_experts)
+            own = np.flatnonzero(routing.source_rank == rank)
+            row_of = np.full(topk_weight.shape, -1)
+            row_of[routing.source_token[own], routing.source_slot[own]] = own
+            partial, summed = np.zeros(shape, work), np.zeros(shape[0], bool)
+            for slot, rows in enumerate(row_of.T):
+                at = np.flatnonzero(rows >= 0)
+                weight = topk_weight[at, slot, None]
+                term = weight.astype(work) * values[d][rows[at]].astype(work)
+                bound[at] += u[accumulator] * np.abs(term) + half[accumulator]
+                bound[at] += np.abs(weight) * bounds[d][rows[at]]
+                partial[at] += term
+                again = at[summed[at]]
+                bound[again] += u[accumulator] * np.abs(partial[again])
+                summed[at] = True
+            if d != rank and transfer != accumulator:
+                bound[summed] += u[transfer] * np.abs(partial[summed]) + half[transfer]
+            total[summed] += partial[summed]
+            again = summed & added
+            bound[again] += u[accumulator] * np.abs(total[again])
+            added |= summed
+        value = total.astype(np.float64)
+        bound = bound + u[dtype] * np.abs(value) + half[dtype]
+    return Expected(value, np.where(np.isfinite(value), bound, 0.0), dtype)
+
+
+# How much of the accumulator's roundoff an activation may add to its value, and the largest slope.
+_ACTIVATION_GROWTH, _ACTIVATION_SLOPE = 8.0, 1.13
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def moe_layer(
+    x_blocks: Sequence[np.ndarray],
+    topk_blocks: Sequence[np.ndarray],
+    topk_weight: np.ndarray,
+    w1_blocks: Sequence[np.ndarray],
+    w2_blocks: Sequence[np.ndarray],
+    rank: int,
+    num_experts: int,
+    activation: str | None = "swiglu",
+    transfer_dtype: DTypeLike | None = None,
+) -> Expected:
+    """A layer of experts: two products with an activation between, for one rank's tokens.
+
+    The rows ``h = act(x @ w1[e])`` and ``y = h @ w2[e]`` of every chosen expert, each rounded to
+    the operands' type, combined as by `moe_combine`. ``act`` is one of::
+
+        None      a
+        'silu'    a / (1 + exp(-a))
+        'gelu'    a erfc(-a / sqrt(2)) / 2
+        'swiglu'  silu(gate) * up, where gate is the first half of the columns and up the second
+
+    Parameters
+    ----------
+    x_blocks, topk_blocks, topk_weight, rank, num_experts, transfer_dtype
+        As for `moe_dispatch_gemm` and `moe_combine`.
+    w1_blocks : sequence of ndarray, each (E_r, H, I)
+        Every rank's first weights; (E_r, H, 2 I) for 'swiglu'.
+    w2_blocks : sequence of ndarray, each (E_r, I, N)
+        Every rank's second weights.
+    activation : {'swiglu', 'gelu', 'silu', None}, optional
+
+    Returns
+    -------
+    Expected
+        (T_r, N). The bound of a stage is that of its operation on exact operands, and what the
+        bounds b of its operands make of it: through an activation ``1.13 b`` (its largest slope),
+        through the second product ``min(b @ |w2|, 4 sqrt(b**2 @ w2**2))`` (roundings like random
+        variables, as above), through the sums ``|weight| b``. An activation itself may be off by
+        ``8 u_acc (1 + a**2)`` times its size, and is rounded once.
+
+    Examples
+    --------
+    >>> x, topk, one = [np.array([[2.0]])], [np.array([[1]])], np.ones((1, 1))
+    >>> w1, w2 = np.array([[[9.0]], [[-1.0]]]), np.array([[[9.0]], [[10.0]]])
+    >>> moe_layer(x, topk, one, [w1], [w2], 0, 2, None).value.item()
+    -20.0
+    """
+    dtype = w1_blocks[0].dtype
+    rows = []
+    for d, (w1, w2) in enumerate(zip(w1_blocks, w2_blocks, strict=True)):
+        wide = accumulator_dtype(dtype)
+        first, routing = moe_dispatch_gemm(x_blocks, topk_blocks, w1, d, num_experts, wide)
+        hidden, off = _activated(first, activation, dtype)
+        value, bound = (np.zeros((len(hidden), w2.shape[2])) for _ in range(2))
+        for expert, factor in enumerate(w2.astype(np.float64)):
+            own = slice(*routing.expert_offsets[expert : expert + 2])
+            product = _product(hidden[own], factor, dtype, dtype)
+            value[own] = product.value
+            with np.errstate(all="ignore"):
+                linear = off[own] @ np.abs(factor)
+                random = 4 * np.sqrt(off[own] ** 2 @ factor**2)
+                bound[own] = product.bound + np.minimum(linear, random)
+                bound[own] += unit_roundoff(dtype) * bound[own]  # it is rounded as it is
+        rows.append((value, bound))
+    values, bounds = zip(*rows, strict=True)
+    transfer = _output_dtype(dtype, transfer_dtype)
+    return _combined(values, bounds, dtype, topk_blocks, topk_weight, rank, num_experts, transfer)
+
+
+def _activated(
+    a: Expected, activation: str | None, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return an activation of what is known up to a bound, rounded to a type, and its bound."""
+    value, bound = a.value, a.bound
+    up, up_bound = np.ones_like(value), np.zeros_like(value)
+    if activation == "swiglu":
+        (value, up), (bound, up_bound) = (np.split(x, 2, axis=1) for x in (value, bound))
+    with np.errstate(all="ignore"):
+        if activation is None:
+            result, off = value, bound
+        elif activation in ("silu", "swiglu"):
+            result = value / (1 + np.exp(-value))
+        elif activation == "gelu":
+            result = value * _erfc(-value / np.sqrt(2)) / 2 if value.size else value
+        else:
+            raise ValueError(f"activation {activation!r} is unknown")
+        if activation is not None:
+            growth = _ACTIVATION_GROWTH * unit_roundoff(accumulator_dtype(dtype))
+            off = _ACTIVATION_SLOPE * bound + growth * (1 + value**2) * np.abs(result)
+        off = off * np.abs(up) + (np.abs(result) + off) * up_bound
+        result = result * up
+        off += unit_roundoff(dtype) * (np.abs(result) + off)
+        off += float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2
+    return result, off
+
+
+def _product(
+    a: np.ndarray, b: np.ndarray, dtype: np.dtype, output: np.dtype, tf32: bool = False
+) -> Expected:
+    """Return a product of operands of a type, given in float64."""
+    with np.errstate(all="ignore"):
+        value = _accurate_product(a, b) if dtype == _FLOAT64 else a @ b
+        bound = (
+            unit_roundoff(output) * np.abs(value)
+            + _accumulation_bound(a, b, accumulator_dtype(dtype), tf32)
+            + float(ml_dtypes.finfo(output).smallest_subnormal) / 2
+        )
+    return Expected(value, np.where(np.isfinite(value), bound, 0.0), output)
 
 
 def _supported(dtype: DTypeLike) -> np.dtype:

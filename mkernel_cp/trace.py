@@ -28,6 +28,8 @@ _AWAITED = {
     Awaited.ARRIVAL: "chunk {index} of rank {peer}",
     Awaited.READ: "rank {peer} to have read",
     Awaited.TURN: "turn",
+    Awaited.ROUTES: "routes, part {index}",
+    Awaited.ROWS: "rows of compute agent {index}",
 }
 
 

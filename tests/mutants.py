@@ -27,6 +27,36 @@ ONE_SHOT = (
 )
 SANITIZED = ("test_thread_sanitizer.py",)
 ATTENTION = ("test_ring_attention.py",)
+EXPERTS = tuple(
+    f"test_moe_dispatch_gemm.py::{name}"
+    for name in (
+        "test_every_interleaving_gives_the_right_result",
+        "test_a_stopped_rank_ends_all_waits_at_a_deadline",
+        "test_faults_of_data_are_told_on_all_ranks_and_nothing_is_written",
+        "test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan",
+    )
+)
+COMBINED = tuple(
+    f"test_moe_combine.py::{name}"
+    for name in (
+        "test_sums_are_in_the_order_of_slots_and_then_of_ranks",
+        "test_sums_cross_links_once_and_in_the_type_asked_for",
+    )
+)
+COMBINED_IN_TURNS = tuple(
+    f"test_moe_combine.py::{name}"
+    for name in (
+        "test_a_stopped_rank_ends_all_waits_at_a_deadline",
+        "test_every_interleaving_gives_the_right_result",
+    )
+)
+LAYER = tuple(
+    f"test_moe_layer.py::{name}"
+    for name in (
+        "test_every_interleaving_gives_the_right_result",
+        "test_a_stopped_rank_ends_all_waits_at_a_deadline",
+    )
+)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
 
@@ -307,6 +337,150 @@ MUTANTS = {
         "unit_.head * plan_.group + index % plan_.group",
         "unit_.head + index % plan_.group",
         ATTENTION,
+    ),
+    "experts: gate wait": Mutant(
+        H + "experts.cuh",
+        "if (!launch_.wait(who, &plan_.arrived[last]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.arrived[last]",
+        EXPERTS,
+    ),
+    "experts: gate wait, sanitized": Mutant(
+        H + "experts.cuh",
+        "if (!launch_.wait(who, &plan_.arrived[last]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.arrived[last]",
+        SANITIZED,
+    ),
+    "experts: wait for the places of rows": Mutant(
+        H + "experts.cuh",
+        "if (!launch_.wait(who, &plan_.placed[unit]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.placed[unit]",
+        EXPERTS,
+    ),
+    "experts: call before the tables are there": Mutant(
+        "moe_dispatch_gemm.cu",
+        "            routing.sort(p.choice, p.tokens);\n            self.announce(p.message);",
+        "            self.announce(p.message);\n            routing.sort(p.choice, p.tokens);",
+        EXPERTS,
+    ),
+    "experts: tables of peers that have not called": Mutant(
+        "moe_dispatch_gemm.cu", "if (!self.await_call(peer, plan.digest)) break;", "", EXPERTS
+    ),
+    "experts: parts that overlap": Mutant(
+        H + "experts.cuh", "share = before;", "share = {0, 0};", EXPERTS
+    ),
+    "experts: order of sources": Mutant(
+        H + "experts.cuh",
+        "plan_.deliveries[expert * ranks + source];\n                    delivery.row",
+        "plan_.deliveries[expert * ranks + ranks - 1 - source];\n                    delivery.row",
+        EXPERTS,
+    ),
+    "experts: tokens on top of each other": Mutant(
+        H + "experts.cuh", "landed += share.tokens;", "", EXPERTS
+    ),
+    "experts: last token of a chunk": Mutant(
+        H + "experts.cuh",
+        "block(chunk, plan_.chunk_tokens, all)",
+        "block(chunk, plan_.chunk_tokens, all - 1)",
+        EXPERTS,
+    ),
+    "experts: too many rows at a peer": Mutant(
+        H + "experts.cuh",
+        "if (plan_.totals[rank] > plan_.capacity[rank])",
+        "if (rank == launch_.rank() && plan_.totals[rank] > plan_.capacity[rank])",
+        EXPERTS,
+    ),
+    "experts: faults of own data only": Mutant(
+        H + "experts.cuh",
+        "table<RoutingSummary>(rank, plan_.summary);",
+        "table<RoutingSummary>(launch_.rank(), plan_.summary);",
+        EXPERTS,
+    ),
+    "experts: tiles of a refused call": Mutant(
+        "moe_dispatch_gemm.cu", "if (!known || !routing.refused())", "if (true)", EXPERTS
+    ),
+    "experts: inputs that are free too early": Mutant(
+        "moe_dispatch_gemm.cu",
+        "        if (routing.await() && !routing.refused()) {",
+        "        const bool go = routing.await() && !routing.refused();\n"
+        "        for (u64 peer : RingOrder(rank, size)) self.have_read(peer, self.members());\n"
+        "        if (go) {",
+        EXPERTS,
+    ),
+    "combination: wait for the peers' sums": Mutant(
+        H + "combine.cuh",
+        "for (u64 peer : RingOrder(rank, launch_.size()))\n                here",
+        "for (u64 peer : RingOrder(0, 1))\n                here",
+        COMBINED,
+    ),
+    "combination: wait for all rows": Mutant(
+        H + "combine.cuh",
+        "agent < plan_.computing; ++agent",
+        "agent < 1; ++agent",
+        COMBINED_IN_TURNS,
+    ),
+    "combination: rows of an earlier call": Mutant(
+        H + "combine.cuh",
+        "if (words[slot] >= launch_.target(0)) return true;",
+        "if (words[slot] > 0) return true;",
+        COMBINED,
+    ),
+    "combination: sums before the peer's call": Mutant(
+        "moe_combine.cu",
+        "if (!launch.await_call(peer, plan.digest)) break;",
+        "if (!launch.live()) break;",
+        COMBINED,
+    ),
+    "combination: order of ranks": Mutant(
+        H + "combine.cuh",
+        "for (u64 source = 0; here && source < launch_.size(); ++source) {",
+        "for (u64 turn = 0; here && turn < launch_.size(); ++turn) {\n"
+        "                    const u64 source = (rank + turn) % launch_.size();",
+        COMBINED,
+    ),
+    "combination: sums in the rows' type": Mutant(
+        "moe_combine.cu",
+        "Combination<Type, PartialType> combination",
+        "Combination<Type, Type> combination",
+        COMBINED,
+    ),
+    "combination: NaN after a failure": Mutant(
+        H + "combine.cuh",
+        "here ? narrow<T>(total[i]) : not_a_number<T>()",
+        "narrow<T>(total[i])",
+        COMBINED_IN_TURNS,
+    ),
+    "combination: readers of the sums": Mutant(
+        "moe_combine.cu",
+        "launch.have_read(peer, launch.agent().count());",
+        "launch.have_read(peer, 1);",
+        COMBINED_IN_TURNS,
+    ),
+    "layer: wait for what is between the products": Mutant(
+        H + "activation.cuh",
+        "if (!launch_.wait(who, &plan_.finished[number]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.finished[number]",
+        LAYER,
+    ),
+    "layer: wait for what is between the products, sanitized": Mutant(
+        H + "activation.cuh",
+        "if (!launch_.wait(who, &plan_.finished[number]",
+        "if (!launch_.live() && !launch_.wait(who, &plan_.finished[number]",
+        SANITIZED,
+    ),
+    "layer: parts of two experts with one signal": Mutant(
+        H + "activation.cuh", "/ plan_.part_rows + i64(expert);", "/ plan_.part_rows;", LAYER
+    ),
+    "layer: gate and other half": Mutant(
+        H + "activation.cuh", "? silu(gate) * sum", "? silu(sum) * gate", LAYER
+    ),
+    "layer: other half of a pair": Mutant(
+        H + "experts.cuh", "second_ ? tiles_.columns_ : 0;", "0;", LAYER
+    ),
+    "layer: inputs that are free too early": Mutant(
+        "moe_layer.cu",
+        "launch.have_read(peer, launch.agent().count());",
+        "launch.have_read(peer, 1);",
+        LAYER,
     ),
     "attention on GPUs: wait for a panel": Mutant(
         H + "engine/attention_portable.cuh",

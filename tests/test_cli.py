@@ -249,6 +249,7 @@ def test_demo_prints_a_table_that_names_its_target():
     assert "not a measure of speed" in title
     assert headings.split()[0] == "operator"
     names = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "ring_attention")
+    names += ("moe_dispatch_gemm", "moe_combine", "moe_layer")
     assert sorted(names) == sorted({row.split()[0] for row in rows})
     assert last == f"all {len(rows)} rows agree with the reference"
     assert done.stderr == ""
@@ -298,7 +299,7 @@ def test_demo_notices_a_result_that_is_wrong_on_one_rank():
         if comm.rank == 1: out[-1, -1] = np.nan
     demo.AllGatherGemm.__call__ = wrong"""
     done = on_ranks(2, DEMO.format(json=True, patch=patch))
-    assert "8 of 30 rows are wrong" in message(done)
+    assert "8 of 45 rows are wrong" in message(done)
     report = json.loads(done.stdout)
     assert report["ok"] is False
     wrong = {row["operator"] for row in report["rows"] if row["error_over_bound"] is None}

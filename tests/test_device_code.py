@@ -28,6 +28,8 @@ MAY_SPILL = {
     ("gemm_allreduce", "sm_90a"): 96,
     ("gemm_allreduce_one_shot", "sm_80"): 160,
     ("gemm_allreduce_one_shot", "sm_90a"): 64,
+    ("moe_dispatch_gemm", "sm_80"): 64,
+    ("moe_layer", "sm_90a"): 640,
 }
 ARCHITECTURES = ("sm_80", "sm_90a")
 TYPES = [
@@ -125,6 +127,20 @@ HALVES = [pair for pair in TYPES if "16" in pair[0]]
 def test_compiles_with_the_hopper_engine(name, types, cluster):
     """Neither serialised multiplies nor a dropped setmaxnreg, which ptxas only mentions."""
     found = complaint(*compile_kernel(name, "sm_90a", hopper(types, cluster)), name)
+    assert found is None, found
+
+
+# They do not run on GPUs yet.
+EXPERTS = [
+    ("moe_dispatch_gemm", "sm_80", {"MK_TYPE": "bfloat16", "MK_OUT_TYPE": "float"}),
+    ("moe_combine", "sm_80", {"MK_TYPE": "float16", "MK_TRANSFER_TYPE": "float"}),
+    ("moe_layer", "sm_90a", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "architecture", "macros"), EXPERTS)
+def test_operators_on_experts_compile_as_device_code(name, architecture, macros):
+    found = complaint(*compile_kernel(name, architecture, macros), name, architecture)
     assert found is None, found
 
 

@@ -145,3 +145,13 @@ def test_long_sequence(ranks, positions):
     assert done.returncode == 0, done.stderr
     assert f"{positions} positions on {ranks} rank(s)" in done.stdout
     assert float(done.stdout.split()[-1]) < 1e-5
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "tokens", "experts"), [(1, 50, 4), (3, 500, 10), (4, 3, 2)])
+def test_expert_mlp(ranks, tokens, experts):
+    program = ROOT / "launch" / "examples" / "expert_mlp.py"
+    done = mpirun(ranks, program, "--tokens", str(tokens), "--experts", str(experts))
+    assert done.returncode == 0, done.stderr
+    assert f"{experts} experts on {ranks} rank(s)" in done.stdout
+    assert float(done.stdout.split()[-1]) < 1e-5

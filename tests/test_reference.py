@@ -1,5 +1,6 @@
 """The reference judges: right results pass it, and slightly wrong ones do not."""
 
+import math
 from fractions import Fraction
 
 import ml_dtypes
@@ -12,6 +13,10 @@ from mkernel_cp.reference import (
     array_split_counts,
     gemm_allreduce,
     gemm_reduce_scatter,
+    moe_combine,
+    moe_dispatch_gemm,
+    moe_layer,
+    moe_routing,
     ring_attention,
     unit_roundoff,
 )
@@ -616,3 +621,153 @@ def test_arguments_of_attention_are_checked():
         ring_attention(q, [k], [v], 0, layout="odd")
     with pytest.raises(ValueError, match=r"\[2, 4\] positions"):
         ring_attention(q[:, :2], [k[:, :2], k[:, 2:]], [v[:, :2], v[:, 2:]], 0, layout="zigzag")
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def draw_routing(ranks, experts, k, tokens, seed=0):
+    """Ids of all ranks, some of them -1, some repeated."""
+    random = np.random.default_rng([seed, experts, k])
+    return [random.integers(-1, experts, (count, k)) for count in tokens[:ranks]]
+
+
+def test_rows_of_experts_are_in_the_order_of_expert_source_token_and_slot():
+    topk = draw_routing(3, 5, 4, (7, 0, 6))
+    rows = 0
+    for rank, first, experts in ((0, 0, 2), (1, 2, 2), (2, 4, 1)):
+        routing = moe_routing(topk, rank, 5)
+        expected = [
+            (source, token, slot)
+            for expert in range(first, first + experts)
+            for source, block in enumerate(topk)
+            for token in range(len(block))
+            for slot in range(4)
+            if block[token, slot] == expert
+        ]
+        found = (routing.source_rank, routing.source_token, routing.source_slot)
+        assert list(zip(*(x.tolist() for x in found), strict=True)) == expected
+        counts = [sum((block == first + e).sum() for block in topk) for e in range(experts)]
+        assert np.diff(routing.expert_offsets).tolist() == counts
+        rows += len(expected)
+    assert rows == sum((block >= 0).sum() for block in topk)
+    assert moe_routing(topk, 2, 2 + topk[0].max()).expert_offsets.dtype == np.int64
+    with pytest.raises(ValueError, match="outside -1 to 3"):
+        moe_routing(topk, 0, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_experts_are_products(dtype):
+    topk = draw_routing(2, 3, 2, (9, 5))
+    x = [make("normal", count, 33, 1, dtype, seed=count)[0] for count in (9, 5)]
+    w = np.stack([make("normal", 1, 33, 6, dtype, seed=e)[1] for e in range(2)])
+    rows, routing = moe_dispatch_gemm(x, topk, w, 0, 3)
+    for expert in range(2):
+        own = slice(*routing.expert_offsets[expert : expert + 2])
+        sources = zip(routing.source_rank[own], routing.source_token[own], strict=True)
+        a = np.stack([x[source][token] for source, token in sources])
+        product = allgather_gemm([a], w[expert])
+        np.testing.assert_array_equal(rows.value[own], product.value)
+        np.testing.assert_array_equal(rows.bound[own], product.bound)
+
+
+def combined(rows, topk, weight, rank, experts, transfer, order=1):
+    """As an operator does it: products, sums of a rank, what crosses the link, sum over ranks."""
+    dtype, accumulator = rows[0].dtype, accumulator_dtype(rows[0].dtype)
+    total = np.zeros((len(weight), rows[0].shape[1]), accumulator)
+    for d in range(len(rows))[::order]:
+        routing = moe_routing(topk, d, experts)
+        partial = np.zeros_like(total)
+        own = np.flatnonzero(routing.source_rank == rank)
+        for row in own[np.argsort(routing.source_slot[own], kind="stable")]:
+            token, slot = routing.source_token[row], routing.source_slot[row]
+            partial[token] += weight[token, slot] * rows[d][row].astype(accumulator)
+        total += partial if d == rank else partial.astype(transfer).astype(accumulator)
+    return total.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_emulated_combination_of_experts_passes_and_a_lost_term_does_not(dtype):
+    experts, ranks, k = 6, 3, 5
+    topk = draw_routing(ranks, experts, k, (40, 33, 0), seed=1)
+    random = np.random.default_rng(0)
+    counts = [moe_routing(topk, d, experts).expert_offsets[-1] for d in range(ranks)]
+    rows = [random.standard_normal((count, 30)).astype(dtype) for count in counts]
+    weight = random.standard_normal(topk[0].shape).astype(accumulator_dtype(dtype))
+    worst = 0.0
+    for transfer in {dtype, accumulator_dtype(dtype).name} if dtype != "float64" else {dtype}:
+        expected = moe_combine(rows, topk, weight, 0, experts, transfer)
+        worst = max(worst, expected.check(combined(rows, topk, weight, 0, experts, transfer)))
+        lost = topk[0].copy()
+        token, slot = np.argwhere(lost >= 0)[0]
+        changed = weight.copy()
+        changed[token, slot] = 0
+        assert expected.check(combined(rows, topk, changed, 0, experts, transfer)) > 1
+    assert 0.2 < worst <= 1
+    if dtype == "bfloat16":
+        exact = moe_combine(rows, topk, weight, 0, experts, "float32")
+        assert exact.check(combined(rows, topk, weight, 0, experts, dtype)) > 1
+
+
+def test_arguments_of_experts_are_checked():
+    topk, rows = [np.zeros((2, 1), int)], [np.ones((2, 3), np.float32)]
+    with pytest.raises(ValueError, match="has 2 experts, w 1"):
+        moe_dispatch_gemm([np.ones((2, 4))], topk, np.ones((1, 4, 3)), 0, 2)
+    with pytest.raises(ValueError, match="topk_weight"):
+        moe_combine(rows, topk, np.ones((2, 1)), 0, 1)
+    with pytest.raises(ValueError, match="same k"):
+        moe_routing([topk[0], np.zeros((2, 2), int)], 0, 1)
+    two = [topk[0], topk[0][:0]]
+    with pytest.raises(TypeError, match="differ in type"):
+        moe_combine([rows[0], np.ones((0, 3))], two, np.ones((2, 1), np.float32), 0, 1)
+    nobody = moe_combine(rows, [np.full((2, 1), -1)], np.ones((2, 1), np.float32), 0, 1)
+    assert (nobody.value == 0).all()
+
+
+ACTIVATIONS = {
+    None: lambda a: a,
+    "silu": lambda a: a / (1 + np.exp(-a)),
+    "gelu": lambda a: a * np.vectorize(math.erfc)(-a / 2**0.5).astype(a.dtype) / 2,
+    "swiglu": lambda a: np.multiply(
+        np.split(a, 2, 1)[0] / (1 + np.exp(-np.split(a, 2, 1)[0])), np.split(a, 2, 1)[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_emulated_layer_of_experts_passes_and_one_that_is_slightly_wrong_does_not(
+    dtype, activation
+):
+    experts, counts = 3, (2, 1)
+    topk = draw_routing(2, experts, 2, (30, 20), seed=2)
+    halves = 2 if activation == "swiglu" else 1
+    random = np.random.default_rng(1)
+    x = [random.standard_normal((len(block), 40)).astype(dtype) for block in topk]
+    w1 = [random.standard_normal((n, 40, 24 * halves)).astype(dtype) for n in counts]
+    w2 = [random.standard_normal((n, 24, 10)).astype(dtype) for n in counts]
+    accumulator = accumulator_dtype(dtype)
+    weight = random.standard_normal(topk[0].shape).astype(accumulator)
+    expected = moe_layer(x, topk, weight, w1, w2, 0, experts, activation)
+
+    def emulate(first=1.0, second=1.0):
+        rows = []
+        for d in range(2):
+            routing = moe_routing(topk, d, experts)
+            block = np.zeros((routing.expert_offsets[-1], 10), dtype)
+            for expert in range(counts[d]):
+                own = slice(*routing.expert_offsets[expert : expert + 2])
+                sources = zip(routing.source_rank[own], routing.source_token[own], strict=True)
+                a = np.array([x[source][token] for source, token in sources])
+                hidden = sequential(a, w1[d][expert]) * accumulator.type(first)
+                hidden = ACTIVATIONS[activation](hidden).astype(dtype)
+                made = sequential(hidden, w2[d][expert]) * accumulator.type(second)
+                block[own] = made.astype(dtype)
+            rows.append(block)
+        return combined(rows, topk, weight, 0, experts, dtype)
+
+    assert expected.check(emulate()) <= 1
+    # What wide types round once matters less than what they add up.
+    off = 1 + (100 if accumulator != dtype else 2000) * unit_roundoff(dtype)
+    assert expected.check(emulate(first=off)) > 1
+    assert expected.check(emulate(second=off)) > 1

@@ -18,6 +18,9 @@ from ..operators.allgather_gemm import AllGatherGemm
 from ..operators.gemm import GemmOperator
 from ..operators.gemm_allreduce import GemmAllReduce
 from ..operators.gemm_reduce_scatter import GemmReduceScatter
+from ..operators.moe_combine import MoeCombine
+from ..operators.moe_dispatch_gemm import MoeDispatchGemm
+from ..operators.moe_layer import MoeLayer
 from ..operators.ring_attention import RingAttention
 from .job import CommandError
 
@@ -208,6 +211,126 @@ def _ring_attention(comm: Communicator, case: _AttentionCase) -> _Measured:
     return replace(measured, error=max(error, measured.error))
 
 
+@dataclass(frozen=True)
+class _ExpertCase:
+    row_counts: tuple[int, ...]  # tokens
+    h: int
+    inner: int
+    n: int
+    experts: int
+    slots: int
+    dtype: str
+    zipf: bool = False
+    activation: str | None = None
+
+    @property
+    def out_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        extents = sum(self.row_counts), self.h, self.inner, self.experts, self.slots
+        kinds = {str(self.activation): self.activation is not None}
+        return dict(zip(("tokens", "H", "I", "E", "k"), extents, strict=True)) | kinds
+
+
+def _expert_cases(size: int, *activations: str | None) -> Iterator[_ExpertCase]:
+    dtypes = ("bfloat16", "float16", "float32", "float64")
+    for dtype, activation in zip(dtypes, activations, strict=True):
+        counts = (48,) * size
+        yield _ExpertCase(counts, 64, 48, 64, 4 * size, 4, dtype, activation=activation)
+    uneven = tuple((67, 0, 33, 1)[rank % 4] for rank in range(size))
+    yield _ExpertCase(uneven, 77, 9, 19, 2 * size + 1, 3, "bfloat16", True, activations[0])
+
+
+class _Experts:
+    """The operands of all ranks, and what of them crosses links."""
+
+    def __init__(self, case: _ExpertCase, size: int):
+        random = np.random.default_rng(0)
+        chances = 1 / np.arange(1, case.experts + 1) if case.zipf else np.ones(case.experts)
+        chances /= chances.sum()
+        accumulator = reference.accumulator_dtype(case.dtype)
+        halves = 2 if case.activation == "swiglu" else 1
+        self._owner = np.repeat(np.arange(size), reference.array_split_counts(case.experts, size))
+        self.x = [random.standard_normal((n, case.h)).astype(case.dtype) for n in case.row_counts]
+        self.ids = [
+            np.array([random.choice(case.experts, case.slots, False, chances) for _ in range(n)])
+            .reshape(n, case.slots)
+            .astype(np.int64)
+            for n in case.row_counts
+        ]
+        self.weights = [random.random(ids.shape).astype(accumulator) for ids in self.ids]
+        self.w1, self.w2 = (
+            [
+                random.standard_normal((n, *shape)).astype(case.dtype)
+                for n in reference.array_split_counts(case.experts, size)
+            ]
+            for shape in ((case.h, halves * case.inner), (case.inner, case.n))
+        )
+
+    def tokens_to(self, rank: int) -> int:
+        """Return how many tokens of peers the experts of a rank want."""
+        peers = (ids for source, ids in enumerate(self.ids) if source != rank)
+        return sum(int((self._owner[ids] == rank).any(axis=1).sum()) for ids in peers)
+
+    def sums_to(self, rank: int) -> int:
+        """Return how many sums for its tokens a rank gets from peers."""
+        return sum(len(set(self._owner[row].tolist()) - {rank}) for row in self.ids[rank])
+
+
+def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
+    data, rank, machine = _Experts(case, comm.size), comm.rank, comm.machine
+    expected, routing = reference.moe_dispatch_gemm(
+        data.x, data.ids, data.w1[rank], rank, case.experts
+    )
+    own = comm.asarray(data.x[rank]), data.ids[rank], data.w1[rank]
+    wrong = []
+    with MoeDispatchGemm(*own, comm=comm, num_experts=case.experts) as step:
+
+        def call(out: Any) -> None:
+            rows, layout = step(*own)
+            count = len(routing.source_rank)
+            for name, right in vars(routing).items():
+                got = machine.asnumpy(getattr(layout, name))[: len(right)]
+                wrong.append(int(layout.count) != count or not np.array_equal(got, right))
+            machine.copy(out, rows[:count])
+
+        planned = data.tokens_to(rank) * case.h * expected.dtype.itemsize
+        measured = _time(comm, expected, call, planned)
+    return replace(measured, error=math.inf if any(wrong) else measured.error)
+
+
+def _moe_combine(comm: Communicator, case: _ExpertCase) -> _Measured:
+    data, rank = _Experts(case, comm.size), comm.rank
+    own = data.x[rank], data.ids[rank], data.w1[rank]
+    with MoeDispatchGemm(*own, comm=comm, num_experts=case.experts) as dispatch:
+        rows, layout = dispatch(*own)
+    rows = np.array(comm.machine.asnumpy(layout.trim(rows)))
+    blocks = comm.agree("the rows of the demo", lambda: rows)
+    expected = reference.moe_combine(blocks, data.ids, data.weights[rank], rank, case.experts)
+    with MoeCombine(rows, data.weights[rank], layout, comm=comm) as step:
+        planned = data.sums_to(rank) * case.inner * expected.dtype.itemsize
+        return _time(
+            comm, expected, lambda out: step(rows, data.weights[rank], layout, out=out), planned
+        )
+
+
+def _moe_layer(comm: Communicator, case: _ExpertCase) -> _Measured:
+    data, rank = _Experts(case, comm.size), comm.rank
+    expected = reference.moe_layer(
+        *(data.x, data.ids, data.weights[rank], data.w1, data.w2),
+        *(rank, case.experts, case.activation),
+    )
+    blocks = data.ids, data.weights, data.w1, data.w2
+    own = (comm.asarray(data.x[rank]), *(block[rank] for block in blocks))
+    asked = {"num_experts": case.experts, "activation": case.activation}
+    with MoeLayer(*own, comm=comm, **asked) as step:
+        columns = data.tokens_to(rank) * case.h + data.sums_to(rank) * case.n
+        planned = columns * expected.dtype.itemsize
+        return _time(comm, expected, lambda out: step(*own, out=out), planned)
+
+
 def _measure(
     comm: Communicator,
     kind: type[GemmOperator],
@@ -254,13 +377,25 @@ class _Operator:
     name: str
     cases: Callable[[int], Iterator[Any]]
     run: Callable[[Communicator, Any], _Measured]
+    targets: tuple[str, ...] = ("host", "cuda")
 
 
+_NOTHING = (None,) * 4
 _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm),
     _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter),
     _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
     _Operator("ring_attention", _attention_cases, _ring_attention),
+    _Operator(
+        "moe_dispatch_gemm", lambda n: _expert_cases(n, *_NOTHING), _moe_dispatch_gemm, ("host",)
+    ),
+    _Operator("moe_combine", lambda n: _expert_cases(n, *_NOTHING), _moe_combine, ("host",)),
+    _Operator(
+        "moe_layer",
+        lambda n: _expert_cases(n, "swiglu", "silu", "gelu", None),
+        _moe_layer,
+        ("host",),
+    ),
 )
 
 
@@ -277,7 +412,7 @@ def demo(comm: Communicator, arguments: argparse.Namespace) -> int:
         print(_line([heading for heading, _ in _HEADINGS]), flush=True)
     rows = []
     for operator in _OPERATORS:
-        for case in operator.cases(comm.size):
+        for case in operator.cases(comm.size) if comm.target in operator.targets else ():
             rows.append(_run(comm, operator, case))
             if verbose:
                 print(rows[-1], flush=True)

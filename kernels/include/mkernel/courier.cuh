@@ -116,7 +116,8 @@ public:
     {
     }
 
-    // Starts a copy of `lines` runs of `bytes`; the signal is raised at the latest when finish() returns.
+    // Starts a copy of `lines` runs of `bytes`; the signal is raised at the latest when finish() returns. Without one it
+    // is part of what the next signal stands for: all copies up to that one are of one alignment.
     MK_DEVICE void send(Lines to, Lines from, i64 lines, i64 bytes, u64* signal) {
 #if MK_BULK_COPIES
         if (aligned) bytes = (bytes + 15) / 16 * 16;
@@ -128,7 +129,8 @@ public:
             return;
         }
 #endif
-        raise(signal, copy(launch_.agent(), to, from, lines, bytes).complete());
+        const Completed copied = copy(launch_.agent(), to, from, lines, bytes).complete();
+        if (signal) raise(signal, copied);
     }
 
     // When it returns, all copies are complete.

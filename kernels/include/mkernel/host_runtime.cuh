@@ -363,6 +363,7 @@ inline void interleave() {
 }
 
 inline void Team::barrier() {
+    interleave();  // an arrival is progress: in a simulation, not all are waiting
     u32 before = __atomic_load_n(&phase, __ATOMIC_ACQUIRE);
     if (__atomic_fetch_add(&arrived, 1, __ATOMIC_ACQ_REL) + 1 == lanes) {
         __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);

@@ -1,4 +1,4 @@
-// Sources: where the rows of a tile lie. Sinks: what becomes of a finished one.
+// Sources: where the factors of a tile lie. Sinks: what becomes of a finished one.
 #pragma once
 
 #include "roles.cuh"
@@ -12,6 +12,24 @@ struct Rows {
     const Matrix& matrix;
     i64 first;
 };
+
+// Rows of which each lies where its place says, without gaps.
+struct ListedRows {
+    const RowPlace* places;
+};
+
+// Matrices of equal shape, `stride` bytes apart: a tile takes the one of its source.
+struct MatrixStack {
+    const Matrix& first;
+    i64 stride;
+};
+
+MK_DEVICE const Matrix& factor_of(const Matrix& b, const Tile&) { return b; }
+MK_DEVICE Matrix factor_of(const MatrixStack& b, const Tile& tile) {
+    Matrix one = b.first;
+    one.data = static_cast<u8*>(one.data) + i64(tile.source) * b.stride;
+    return one;
+}
 
 // A finished tile, or a piece of one, as an engine stages it: lines `pitch` elements apart.
 template <class T>

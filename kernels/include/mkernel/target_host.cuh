@@ -1,6 +1,7 @@
 // The host half of target.cuh: what a kernel sees. How its lanes get to run is host_runtime.cuh's business.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "host_runtime.cuh"

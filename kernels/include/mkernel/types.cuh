@@ -304,6 +304,198 @@ struct RingAttentionParams {
     CallMessage message;
 };
 
+// The experts that each token is sent to: ids of int32, or of int64 if `wide`; strides in elements.
+struct TokenChoice {
+    void* ids;
+    i64 row_stride;
+    i64 column_stride;
+    u64 wide;
+};
+
+// How many rows of an expert come from one rank, and for how many of them the token has not come for an earlier expert.
+struct ExpertShare {
+    i64 rows;
+    i64 tokens;
+};
+
+// One row of an expert's: which token of the rank that sends it, why, and where it lands among those of that rank.
+struct Route {
+    i64 token;
+    i64 slot;
+    i64 landed;
+};
+
+// What a rank says of its tokens, beside its shares of all experts.
+struct RoutingSummary {
+    i64 tokens;
+    i64 fault;  // the first id that is none, as token * slots + slot; or -1
+    i64 faulty_id;
+};
+
+// What one rank sends to one expert.
+struct Delivery {
+    i64 row;  // the first of the expert's
+    i64 rows;
+    i64 route;  // the first in the sender's table
+    i64 token;  // the first in the sender's list of tokens
+    i64 tokens;
+    i64 landed;  // of the first token, among those of the sender here
+};
+
+// Where a row of A is, and the chunk that it comes in, if it comes from a peer.
+struct RowPlace {
+    void* data;
+    u64 chunk;
+};
+
+// Why a call has written nothing, for the host: names of the codes are in mkernel_cp/moe_plan.py.
+struct RoutingVerdict {
+    u64 problem;
+    u64 rank;
+    i64 values[3];
+};
+
+// How a rank sorts its tokens by expert, and learns what it gets. `Place`s are tables that peers read.
+struct RoutingPlan {
+    u64 experts;  // of all ranks
+    i64 slots;    // ids of a token
+    i64 max_tokens;
+    i64 parts;      // of the tokens: lanes sort them side by side
+    i64* capacity;  // [rank]: rows of its result
+    Place summary;
+    Place shares;         // [expert]
+    Place routes;         // by expert, token, slot
+    Place tokens;         // u32, each once per destination, in the order in which its experts need them
+    ExpertShare* sorted;  // [part][expert]
+    ExpertShare* starts;  // [expert]: what comes before
+    i64* faults;          // [part]
+    i64* landed;          // [token][rank]
+    i64* totals;          // [rank]
+    Delivery* deliveries;  // [own expert][rank]
+    u64* routed;           // a signal: what this rank gets is known (1), or that nobody gets anything (2)
+};
+
+// Where tokens of peers land, those of each rank together, and where each row of A is.
+struct TokenLandingPlan {
+    void* tokens;  // [rank][max_tokens], lines
+    i64 pitch;     // bytes from one to the next
+    i64 bytes;     // of one
+    i64 chunk_tokens;
+    i64 chunks;        // of a rank
+    u64* arrived;      // [rank][chunk]: signals
+    u64* placed;       // [own expert][rank]: signals
+    RowPlace* places;  // [row]
+};
+
+// What does not change from call to call of moe_dispatch_gemm.
+struct MoeDispatchGemmPlan {
+    Split split;
+    u64 digest;
+    u64 experts;  // of this rank
+    i64 h;
+    i64 n;
+    TileShape tile;
+    i64* whole;  // offsets of a result that is one expert's
+    RoutingPlan routing;
+    TokenLandingPlan landing;
+};
+
+// Arrays that tell the rows of a result apart.
+struct RowOrigins {
+    i64* expert_offsets;
+    i32* source_rank;
+    i32* source_token;
+    i32* source_slot;
+};
+
+struct MoeDispatchGemmParams {
+    Matrix x;
+    Matrix w;  // of the first expert
+    Matrix rows;
+    i64 w_stride;  // bytes from one expert's to the next
+    i64 tokens;
+    TokenChoice choice;
+    RowOrigins origins;
+    RoutingVerdict* verdict;
+    World* world;
+    MoeDispatchGemmPlan* plan;
+    CallMessage message;
+    u64 reserved[7];
+};
+
+// Sums over the rows of each token, which the ranks of its experts form for the rank that has it. `Place`s are what peers
+// read or raise, at the same place in every rank's segment.
+struct CombinePlan {
+    i64 n;
+    i64 slots;
+    i64 max_tokens;
+    i64 chunk_tokens;
+    i64 chunks;     // of a rank's tokens, at the most
+    u64 computing;  // agents that make rows
+    Place weights;  // [token][slot] of this rank's tokens
+    Place rows;     // [rank][token][slot]: as a signal, generation << 32 | row: which row is made of it here
+    Place sums;     // [rank][token]: for the peers, lines
+    i64 pitch;      // bytes from one to the next
+    Place summed;   // [rank][chunk]: signals: the rank's sums for this one's tokens are there
+    u64* computed;  // [compute agent]: signals: its rows are there, and what they are made of is known
+};
+
+// What does not change from call to call of moe_combine.
+struct MoeCombinePlan {
+    Split split;
+    u64 digest;
+    u64 experts;  // of this rank
+    CombinePlan combine;
+};
+
+struct MoeCombineParams {
+    Matrix rows;
+    Matrix out;
+    i64 tokens;
+    RowOrigins origins;
+    World* world;
+    MoeCombinePlan* plan;
+    CallMessage message;
+    u64 reserved[5];
+};
+
+// What does not change from call to call of moe_layer. The second product starts from `hidden`, and gives `made`.
+struct MoeLayerPlan {
+    Split split;
+    u64 digest;
+    u64 experts;  // of this rank
+    i64 h;
+    i64 inner;  // columns of `hidden`
+    i64 n;
+    TileShape tile;
+    i64 part_rows;  // of a part of a tile, which is stored at once
+    i64 part_columns;
+    i64* expert_offsets;  // what this rank gets in a call
+    Matrix* hidden;
+    Matrix* made;
+    u64* finished;  // signals: the parts of tiles of `hidden`
+    void* stash;    // [compute agent]: sums of a tile, until those that they are multiplied with are there
+    RoutingPlan routing;
+    TokenLandingPlan landing;
+    CombinePlan combine;
+};
+
+struct MoeLayerParams {
+    Matrix x;
+    Matrix w1;  // of the first expert
+    Matrix w2;
+    Matrix out;
+    i64 w1_stride;  // bytes from one expert's to the next
+    i64 w2_stride;
+    i64 tokens;
+    TokenChoice choice;
+    RoutingVerdict* verdict;
+    World* world;
+    MoeLayerPlan* plan;
+    CallMessage message;
+    u64 reserved[2];
+};
+
 // --- end of the shared structs ---------------------------------------------------------------------------------------
 
 }  // namespace mk

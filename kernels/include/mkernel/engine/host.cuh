@@ -54,6 +54,22 @@ MK_NO_THREAD_SANITIZER void widen_block(Accumulator<T>* to, i64 pitch, Block fro
             to[i * pitch + j] = widen(data[i * from.row_stride + j * from.column_stride]);
 }
 
+// Widens the terms `k` of a tile's rows into a dense panel; its reads are announced by one lane.
+template <class T>
+MK_DEVICE void widen_rows(const Agent& agent, Accumulator<T>* to, i64 pitch, const Rows& from, i64 rows, Range k) {
+    const Block block = block_of<T>(from.matrix, from.first, k.begin);
+    if (agent.lane() == 0) announce_reads<T>(block, rows, k.size());
+    widen_block<T>(to, pitch, block, rows, k.size(), agent.lane(), agent.lanes());
+}
+template <class T>
+MK_DEVICE void widen_rows(const Agent& agent, Accumulator<T>* to, i64 pitch, const ListedRows& from, i64 rows, Range k) {
+    for (i64 i = agent.lane(); i < rows; i += agent.lanes()) {
+        const Block row{static_cast<T*>(from.places[i].data) + k.begin, 0, 1};
+        announce_reads<T>(row, 1, k.size());
+        widen_block<T>(to + i * pitch, pitch, row, 1, k.size(), 0, 1);
+    }
+}
+
 // Rows first, first + step, ... of c += a @ b. The inner loop runs over columns: it vectorises, and sums in order of k.
 template <class Acc>
 MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64 rows, i64 columns, i64 depth,
@@ -66,7 +82,8 @@ MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64
 }
 
 // Multiplies the tiles of a schedule, `depth` terms each.
-//   source(tile)             Rows: those of A
+//   source(tile)             Rows or ListedRows: those of A
+//   b                        a Matrix, or a MatrixStack
 //   gate(agent, tile, panel) bool: that piece has arrived; false: the launch is to end
 //   sink                     transform(sum) -> Type, an element as it is staged. Then, for a tile or a part of one:
 //                            begin(launch, part), which may wait; deliver(launch, piece, staged) for all pieces of it, with
@@ -75,9 +92,9 @@ MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64
 //   meanwhile(launch, scratch) bool: what a part of the agent does beside it, or, as here, the agent before; whether all
 //                            went well
 // After a failure every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/plan.py.
-template <class T, class Schedule, class Source, class Gate, class Sink, class Meanwhile>
+template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
-                    const Matrix& b, Gate gate, Sink sink, Meanwhile meanwhile) {
+                    const Factor& b, Gate gate, Sink sink, Meanwhile meanwhile) {
     using Acc = Accumulator<T>;
     using Out = typename Sink::Type;
     const Agent& agent = launch.agent();
@@ -98,14 +115,9 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
             arrived = arrived && gate(agent, tile, panel);
             if (!arrived) break;
             if (panel.begin == 0) computed.begin();
-            const Rows from = source(tile);
-            Block a_block = block_of<T>(from.matrix, from.first, panel.begin);
-            Block b_block = block_of<T>(b, panel.begin, tile.columns.begin);
-            if (agent.lane() == 0) {
-                announce_reads<T>(a_block, rows, panel.size());
-                announce_reads<T>(b_block, panel.size(), columns);
-            }
-            widen_block<T>(a_panel, shape.k, a_block, rows, panel.size(), first, step);
+            widen_rows<T>(agent, a_panel, shape.k, source(tile), rows, panel);
+            Block b_block = block_of<T>(factor_of(b, tile), panel.begin, tile.columns.begin);
+            if (agent.lane() == 0) announce_reads<T>(b_block, panel.size(), columns);
             widen_block<T>(b_panel, pitch, b_block, panel.size(), columns, first, step);
             agent.sync();
             multiply_add(sums, a_panel, b_panel, rows, columns, panel.size(), shape.k, pitch, first, step);

@@ -85,6 +85,22 @@ struct Operand {
     }
 };
 
+// Rows of A that lie apart, each along k.
+template <class T>
+struct ListedOperand {
+    static constexpr bool along_k = true;
+    const RowPlace* places;
+    u32 extent;
+};
+
+template <class T>
+MK_DEVICE Operand<T> operand_of(const Rows& from, i64 rows) {
+    const Matrix& a = from.matrix;
+    return Operand<T>::of(a.data, a.row_stride, a.column_stride, {from.first, from.first + rows});
+}
+template <class T>
+MK_DEVICE ListedOperand<T> operand_of(const ListedRows& from, i64 rows) { return {from.places, u32(rows)}; }
+
 // Starts to bring the terms `k` of an operand to a panel.
 template <class T, u32 extent, u32 depth>
 MK_DEVICE void fetch(u8* panel, const Operand<T>& operand, Range k) {
@@ -100,9 +116,35 @@ MK_DEVICE void fetch(u8* panel, const Operand<T>& operand, Range k) {
     }
 }
 
+// The same for rows that lie apart; each thread looks up those that it brings pieces of.
+template <class T, u32 extent, u32 depth>
+MK_DEVICE void fetch(u8* panel, const ListedOperand<T>& operand, Range k) {
+    using Lines = Panel<T, extent, depth, true>;
+    constexpr u32 threads = Lines::line_pieces < loaders ? Lines::line_pieces : loaders;  // on a line
+    const u32 thread = ptx::opaque(threadIdx.x), terms = u32(k.size());
+#pragma unroll 2
+    for (u32 line = thread / threads; line < extent; line += loaders / threads) {
+        const bool there = line < operand.extent;
+        const T* from = there ? static_cast<const T*>(operand.places[line].data) + k.begin : nullptr;
+        for (u32 at = thread % threads * piece<T>; at < depth; at += threads * piece<T>) {
+            const u32 count = !there || at >= terms ? 0 : terms - at < piece<T> ? terms - at : piece<T>;
+            u8* to = panel + Lines::place(line, at);
+            if (reinterpret_cast<u64>(from) % 16 == 0) {
+                ptx::copy_async(to, from + at, count * u32(sizeof(T)));
+            } else {
+                alignas(16) T elements[piece<T>] = {};
+                MK_UNROLL
+                for (u32 i = 0; i < piece<T>; ++i)
+                    if (i < count) elements[i] = from[at + i];
+                *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(elements);
+            }
+        }
+    }
+}
+
 // --- the consumers' part ---------------------------------------------------------------------------------------------
 
-template <class T, class Schedule, class Sink>
+template <class T, class OperandOfA, class Schedule, class Sink>
 class Portable {
 public:
     using Shape = Tiling<T>;
@@ -115,7 +157,8 @@ public:
     struct Order {
         bool any;  // false: there are no more
         Tile tile;
-        Operand<T> a, b;
+        OperandOfA a;
+        Operand<T> b;
     };
     static constexpr u32 orders = 2;
 
@@ -153,8 +196,8 @@ public:
         shared.sink = sink;
     }
 
-    template <class Source, class Gate>
-    static MK_DEVICE void produce(Shared& shared, Launch& launch, i64 depth, const Source& source, const Matrix& b,
+    template <class Source, class Factor, class Gate>
+    static MK_DEVICE void produce(Shared& shared, Launch& launch, i64 depth, const Source& source, const Factor& factor,
                                   const Gate& gate) {
         const Agent warp = Agent::warp(), alone = launch.agent().alone();
         const bool first = threadIdx.x == 0;
@@ -164,10 +207,8 @@ public:
         for (Tile tile : shared.schedule) {
             const Order& order = shared.order[at.slot];
             if (first) {
-                const Rows from = source(tile);
-                const Matrix& a = from.matrix;
-                const Range rows{from.first, from.first + tile.rows.size()};
-                give(shared, at, {true, tile, Operand<T>::of(a.data, a.row_stride, a.column_stride, rows),
+                const Matrix& b = factor_of(factor, tile);
+                give(shared, at, {true, tile, operand_of<T>(source(tile), tile.rows.size()),
                                   Operand<T>::of(b.data, b.column_stride, b.row_stride, tile.columns)});
             }
 #pragma unroll 1
@@ -362,10 +403,11 @@ private:
 
 // The interface is that of host.cuh, but nobody has time for anything meanwhile: a plan has movers. The gate is asked for
 // each panel, in order and ahead of the arithmetic, by thread 0. May be called again and again.
-template <class T, class Schedule, class Source, class Gate, class Sink, class Meanwhile>
-MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 depth, Source source, const Matrix& b,
+template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
+MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 depth, Source source, const Factor& b,
                     Gate gate, Sink sink, Meanwhile) {
-    using Engine = Portable<T, Schedule, Sink>;
+    using OperandOfA = decltype(operand_of<T>(source(Tile{}), i64(0)));
+    using Engine = Portable<T, OperandOfA, Schedule, Sink>;
     auto& shared = *reinterpret_cast<typename Engine::Shared*>(launch.agent().scratch().data);
     const u32 warp = __shfl_sync(~0u, threadIdx.x / warp_size, 0);
 

@@ -1,0 +1,110 @@
+// What lies between the two products of a layer of experts.
+#pragma once
+
+#include "experts.cuh"
+
+namespace mk {
+
+enum class Activation { none = 0, silu = 1, gelu = 2, swiglu = 3 };
+
+MK_DEVICE float exponential(float a) { return expf(a); }
+MK_DEVICE double exponential(double a) { return exp(a); }
+MK_DEVICE float complementary_error(float a) { return erfcf(a); }
+MK_DEVICE double complementary_error(double a) { return erfc(a); }
+
+template <class Acc>
+MK_DEVICE Acc silu(Acc a) { return a / (Acc(1) + exponential(-a)); }
+
+// Without the cancellation of 1 + erf for negative numbers.
+template <class Acc>
+MK_DEVICE Acc gelu(Acc a) { return Acc(0.5) * a * complementary_error(a * Acc(-0.70710678118654752440)); }
+
+// Which parts of the tiles of the experts' rows are finished: a signal each. Parts start anew with every expert.
+class FinishedParts {
+public:
+    MK_DEVICE FinishedParts(Launch& launch, const MoeLayerPlan& plan) : launch_(launch), plan_(plan) {}
+
+    MK_DEVICE void finish(const Tile& part, Completed stored) const {
+        launch_.raise<Scope::device>(&plan_.finished[index(part.source, part.rows.begin, part.columns.begin)], 1,
+                                     stored);
+    }
+
+    // Waits for some columns of the rows of a tile.
+    MK_DEVICE bool wait(const Agent& who, const Tile& tile, Range columns) const {
+        const i64 first = columns.begin / plan_.part_columns * plan_.part_columns;
+        for (i64 row = tile.rows.begin; row < tile.rows.end; row += plan_.part_rows)
+            for (i64 column = first; column < columns.end; column += plan_.part_columns) {
+                const u64 number = index(tile.source, row, column);
+                if (!launch_.wait(who, &plan_.finished[number], 1, {Awaited::arrival, everyone, number})) return false;
+            }
+        return launch_.live();
+    }
+
+private:
+    // No parts of two experts have one number: each expert starts one further than the rows before it say.
+    MK_DEVICE u64 index(u64 expert, i64 row, i64 column) const {
+        const i64 before = plan_.expert_offsets[expert] / plan_.part_rows + i64(expert);
+        const i64 across = ceil_div(plan_.inner, plan_.part_columns);
+        return u64((before + row / plan_.part_rows) * across + column / plan_.part_columns);
+    }
+
+    Launch& launch_;
+    const MoeLayerPlan& plan_;
+};
+
+// Stores what the activation makes of the first product. If a half of the columns is the other's gate, a tile of the gate
+// is kept until the tile of the other half follows it.
+template <class T, Activation kind>
+class Activate : public Store<T> {
+public:
+    using Acc = Accumulator<T>;
+    using Type = Acc;
+    MK_DEVICE Activate(Store<T> store, const MoeLayerPlan& plan, u64 member)
+        : Store<T>(store), plan_(&plan),
+          stash_(static_cast<Acc*>(plan.stash) + i64(member) * plan.tile.rows * plan.tile.columns) {}
+
+    MK_DEVICE Acc transform(Acc sum) const { return sum; }
+    MK_DEVICE const TensorMap* map(const Tile&, i64) const { return nullptr; }
+
+    template <class View>
+    MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
+        const Agent& agent = launch.agent();
+        const Tile result = result_of(piece);
+        T* to = this->place_of(result);
+        Acc* stash = stash_ + result.rows.begin % plan_->tile.rows * plan_->tile.columns +
+                     result.columns.begin % plan_->tile.columns;
+        spread(agent, piece.rows.size(), piece.columns.size(), [&](i64 i, i64 j) {
+            const Acc sum = *staged(i, j);
+            Acc& gate = stash[i * plan_->tile.columns + j];
+            if (is_gate(piece)) gate = sum;
+            else to[i * this->to_->row_stride + j * this->to_->column_stride] = narrow<T>(value_of(sum, gate));
+        });
+        return Writes().complete(agent);
+    }
+
+    MK_DEVICE void end(Launch& launch, const Tile& part, Completed stored) const {
+        if (!is_gate(part)) FinishedParts(launch, *plan_).finish(result_of(part), stored);
+    }
+
+private:
+    static constexpr bool gated = kind == Activation::swiglu;
+
+    MK_DEVICE bool is_gate(const Tile& piece) const { return gated && piece.columns.begin < plan_->inner; }
+
+    MK_DEVICE Tile result_of(const Tile& piece) const {
+        const i64 shift = gated && !is_gate(piece) ? plan_->inner : 0;
+        return {piece.source, piece.rows, {piece.columns.begin - shift, piece.columns.end - shift}};
+    }
+
+    static MK_DEVICE Acc value_of(Acc sum, Acc gate) {
+        return kind == Activation::silu     ? silu(sum)
+               : kind == Activation::gelu   ? gelu(sum)
+               : kind == Activation::swiglu ? silu(gate) * sum
+                                            : sum;
+    }
+
+    const MoeLayerPlan* plan_;
+    Acc* stash_;
+};
+
+}  // namespace mk

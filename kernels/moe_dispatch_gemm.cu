@@ -1,0 +1,76 @@
+// moe_dispatch_gemm: every rank has tokens, and some of the experts that they choose. A rank gets the rows of its experts,
+// in order of expert, source rank, token and slot, each times the weights of its expert.
+//   movers   sort this rank's tokens by expert and show that to the peers with the call; when all have called, each knows
+//            what it gets. They bring the tokens here, each once, in the order in which the experts need them
+//   compute  takes the experts in order, and multiplies a tile as soon as its rows have arrived
+// Wrong ids, and more tokens or rows than there is room for, are seen by all ranks before anything is written: then the
+// call does nothing else, and says why.
+#include "mkernel/engine/engine.cuh"
+#include "mkernel/experts.cuh"
+
+#ifndef MK_TYPE
+#define MK_TYPE bfloat16
+#endif
+#ifndef MK_OUT_TYPE
+#define MK_OUT_TYPE MK_TYPE
+#endif
+
+namespace mk {
+
+using Type = MK_TYPE;
+using OutType = MK_OUT_TYPE;
+
+MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
+    const MoeDispatchGemmPlan& plan = *p.plan;
+    Launch launch(p.world, plan.split);
+    const u64 rank = launch.rank(), size = launch.size();
+
+    auto bring_tokens = [&](Launch self, Scratch scratch) {
+        Routing routing(self, plan.routing);
+        if (self.member() == 0) {
+            routing.sort(p.choice, p.tokens);
+            self.announce(p.message);  // with it, the peers may read the tables too
+            for (u64 peer : RingOrder(rank, size))
+                if (!self.await_call(peer, plan.digest)) break;
+            routing.agree(p.origins.expert_offsets, p.verdict);
+        }
+        if (routing.await() && !routing.refused()) {
+            Courier<> courier(self, scratch);
+            TokenLanding landing(self, plan.routing, plan.landing, p.origins.expert_offsets);
+            const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
+            landing.bring(courier, own, [&](i64 row, u64 source, const Route& route) {
+                p.origins.source_rank[row] = i32(source);
+                p.origins.source_token[row] = i32(route.token);
+                p.origins.source_slot[row] = i32(route.slot);
+            });
+            landing.finish(courier);
+        }
+        for (u64 peer : RingOrder(rank, size)) self.have_read(peer, self.members());
+        return self.live();
+    };
+
+    if (launch.is(Role::mover) && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
+
+    if (launch.is(Role::compute)) {
+        if (plan.split.movers == 0 && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
+        Routing routing(launch, plan.routing);
+        TokenLanding landing(launch, plan.routing, plan.landing, p.origins.expert_offsets);
+        // Who never learns where the experts' rows are leaves NaN everywhere.
+        const bool known = routing.await();
+        const i64* offsets = known ? p.origins.expert_offsets : plan.whole;
+        const u64 experts = known ? plan.experts : 1;
+        const ExpertTiles in_order(offsets, experts, plan.n, plan.tile, known ? launch.member() : 0,
+                                   known ? launch.members() : 1);
+        if (!known || !routing.refused())
+            engine::gemm<Type>(
+                launch, in_order, plan.tile, plan.h,
+                /* source */ [&](Tile t) { return landing.rows(t); }, MatrixStack{p.w, p.w_stride},
+                /* gate   */ [&](const Agent& who, Tile t, Range) { return landing.wait(who, t); },
+                /* sink   */ Store<OutType>(p.rows, offsets, experts),
+                /* meanwhile */ [](Launch self, Scratch) { return self.live(); });
+    }
+
+    launch.finish();  // peers have read our tokens: inputs are free, outputs complete
+}
+
+}  // namespace mk

@@ -1,0 +1,90 @@
+// moe_layer: every rank has tokens, and some of the experts that they choose. Each expert is two products with an
+// activation between; a token gets the weighted sum of what its experts make of it.
+//   movers   sort this rank's tokens, and bring those that the experts here want, as in moe_dispatch_gemm; in the end they
+//            add up this rank's own tokens, as in moe_combine
+//   compute  multiplies with the first weights, expert by expert, as soon as the tokens have come, and with the second as
+//            soon as the tiles of the first product are finished; then adds up the rows of each token for the peers
+//            (and what movers do, before and after, where the plan has none)
+#include "mkernel/activation.cuh"
+#include "mkernel/combine.cuh"
+#include "mkernel/engine/engine.cuh"
+
+#ifndef MK_TYPE
+#define MK_TYPE bfloat16
+#endif
+// Of sums on their way.
+#ifndef MK_TRANSFER_TYPE
+#define MK_TRANSFER_TYPE MK_TYPE
+#endif
+#ifndef MK_ACTIVATION
+#define MK_ACTIVATION swiglu
+#endif
+
+namespace mk {
+
+using Type = MK_TYPE;
+using PartialType = MK_TRANSFER_TYPE;
+constexpr Activation activation = Activation::MK_ACTIVATION;
+
+MK_KERNEL(moe_layer, MoeLayerParams, p) {
+    const MoeLayerPlan& plan = *p.plan;
+    Launch launch(p.world, plan.split);
+    Combination<Type, PartialType> combination(launch, plan.combine, *plan.made);
+
+    auto bring_tokens = [&](Launch self, Scratch scratch) {
+        Routing routing(self, plan.routing);
+        if (self.member() == 0) {
+            routing.sort(p.choice, p.tokens);
+            self.announce(p.message);  // with it, the peers may read the tables too
+            for (u64 peer : RingOrder(self.rank(), self.size()))
+                if (!self.await_call(peer, plan.digest)) break;
+            routing.agree(plan.expert_offsets, p.verdict);
+        }
+        if (routing.await() && !routing.refused()) {
+            Courier<> courier(self, scratch);
+            TokenLanding landing(self, plan.routing, plan.landing, plan.expert_offsets);
+            const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
+            landing.bring(courier, own, [&](i64 row, u64 source, const Route& route) {
+                combination.note(row, source, route.token, route.slot);
+            });
+            landing.finish(courier);
+        }
+        return self.live();
+    };
+
+    const bool brings = launch.is(Role::mover) || plan.split.movers == 0;
+    if (brings && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
+
+    Routing routing(launch, plan.routing);
+    if (launch.is(Role::compute) && routing.await() && !routing.refused()) {
+        TokenLanding landing(launch, plan.routing, plan.landing, plan.expert_offsets);
+        const FinishedParts hidden(launch, plan);
+        auto tiles = [&](i64 columns, bool pairs) {
+            return ExpertTiles(plan.expert_offsets, plan.experts, columns, plan.tile, launch.member(),
+                               launch.members(), pairs);
+        };
+        auto store = [&](const Matrix& to) { return Store<Type>(to, plan.expert_offsets, plan.experts); };
+        auto nothing = [](Launch self, Scratch) { return self.live(); };
+        engine::gemm<Type>(
+            launch, tiles(plan.inner, activation == Activation::swiglu), plan.tile, plan.h,
+            /* source */ [&](Tile t) { return landing.rows(t); }, MatrixStack{p.w1, p.w1_stride},
+            /* gate   */ [&](const Agent& who, Tile t, Range) { return landing.wait(who, t); },
+            /* sink   */ Activate<Type, activation>(store(*plan.hidden), plan, launch.member()), nothing);
+        engine::gemm<Type>(
+            launch, tiles(plan.n, false), plan.tile, plan.inner,
+            /* source */
+            [&](Tile t) -> Rows { return {*plan.hidden, plan.expert_offsets[t.source] + t.rows.begin}; },
+            MatrixStack{p.w2, p.w2_stride},
+            /* gate   */ [&](const Agent& who, Tile t, Range k) { return hidden.wait(who, t, k); },
+            /* sink   */ store(*plan.made), nothing);
+        combination.computed();
+        for (u64 peer : RingOrder(launch.rank(), launch.size())) combination.sum_for(peer);
+    }
+
+    if (brings && !routing.refused()) combination.collect(p.tokens, p.out);
+
+    for (u64 peer : RingOrder(launch.rank(), launch.size())) launch.have_read(peer, launch.agent().count());
+    launch.finish();  // peers have read our tokens, weights and sums: inputs are free, outputs complete
+}
+
+}  // namespace mk

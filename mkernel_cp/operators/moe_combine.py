@@ -1,0 +1,367 @@
+"""`moe_combine`: add up what the experts of all ranks have made of each token."""
+
+from typing import Any
+
+import numpy as np
+
+from .. import compiler, errors, structs
+from .. import plan as plans
+from ..communicator import Arena, Communicator
+from ..kernel import Kernel
+from ..memory import Location
+from ..moe_plan import Combine, MoeCombinePlan, offsets_of, plan_moe_combine
+from ..reference import accumulator_dtype
+from . import operands
+from .moe_dispatch_gemm import DispatchLayout, element_steps
+
+
+def moe_combine(
+    rows: np.ndarray,
+    topk_weight: np.ndarray,
+    layout: DispatchLayout,
+    *,
+    comm: Communicator,
+    out: np.ndarray | None = None,
+    stream: Any = None,
+    options: plans.Options | None = None,
+) -> np.ndarray:
+    """Return for each of this rank's tokens the weighted sum of the rows made of it on all ranks.
+
+    Collective. What `moe_dispatch_gemm` spreads over the ranks this brings back: each rank adds up
+    its rows of a token, and the sum crosses the link once.
+
+    Parameters
+    ----------
+    rows : (rows, N) array
+        What this rank's experts have made, in the order of `layout`; bfloat16, float16, float32 or
+        float64, in any strides. What lies behind ``layout.count`` rows is ignored.
+    topk_weight : (T_r, k) array of float32 (float64 for float64)
+        The weight of each expert that this rank's tokens chose, in the order of ``topk_idx``. A
+        weight whose id is -1 has no influence.
+    layout : DispatchLayout
+        Of the call of `moe_dispatch_gemm` that has sent the tokens.
+    comm : Communicator
+    out : (T_r, N) array, optional
+        Where to put the result, in any strides; must not overlap the other arrays.
+    stream : optional
+        As for `allgather_gemm`.
+    options : Options, optional
+        Choices that the plan would make otherwise; `transfer_dtype` is that of a rank's sum on its
+        way: that of the rows (default), or float32 for 16-bit rows.
+
+    Returns
+    -------
+    (T_r, N) array
+        `out`, or a new array of the dtype of `rows`. Sums are in float32 (float64 for float64): for
+        each rank over its rows of a token in the order of slots, then over the ranks in their
+        order. So equal inputs give equal bits. A token without experts gives 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If this rank's arguments are wrong; its peers raise `PeerError`.
+    ArgumentMismatchError
+        On all ranks, if they do not agree on N, k, the dtypes, `max_tokens` or the options.
+    ConfigurationError
+        On the cuda target, on which it does not run yet.
+    TimeoutError, PeerLostError
+        On all ranks, if one does not take part. What was not finished of the result is NaN.
+
+    Examples
+    --------
+    >>> rows, layout = mk.moe_dispatch_gemm(x, topk_idx, w, comm=comm)
+    >>> y = mk.moe_combine(np.maximum(rows, 0), topk_weight, layout, comm=comm)
+    """
+    operands.check_communicator(comm)
+    with comm.calling("moe_combine()"), comm.machine.on(stream):
+        arrays = _shadows(rows, topk_weight, comm)
+        spec = _Spec(*arrays, layout, comm, options)
+        step = comm.plans.get(spec)
+        if step is None:
+            result = spec.output(out, arrays, comm.machine)
+            try:
+                step = comm.plans[spec] = MoeCombine.__new__(MoeCombine)
+                step._set_up(spec, comm)
+            except BaseException as error:
+                comm.plans.pop(spec, None)
+                if isinstance(error, errors.Error) and out is not None and comm.closed:
+                    comm.machine.fill(result.array, np.nan)
+                raise
+        return step(rows, topk_weight, layout, out=out)
+
+
+class MoeCombine:
+    """`moe_combine`, planned once for N, k, `max_tokens` and dtypes, and called often.
+
+    Takes the arguments of the function; making one is collective. A context manager. Calls may have
+    other numbers of rows and tokens.
+
+    Attributes
+    ----------
+    plan : MoeCombinePlan
+
+    Examples
+    --------
+    >>> combine = mk.MoeCombine(rows, topk_weight, layout, comm=comm)
+    >>> for x, topk_idx, topk_weight in batches:
+    ...     rows, layout = dispatch(x, topk_idx, w)
+    ...     y = combine(rows, topk_weight, layout)
+    """
+
+    plan: MoeCombinePlan
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        topk_weight: np.ndarray,
+        layout: DispatchLayout,
+        *,
+        comm: Communicator,
+        out: np.ndarray | None = None,
+        stream: Any = None,
+        options: plans.Options | None = None,
+    ):
+        operands.check_communicator(comm)
+        with comm.calling("MoeCombine()"), comm.machine.on(stream):
+            arrays = _shadows(rows, topk_weight, comm)
+            spec = _Spec(*arrays, layout, comm, options)
+            spec.output(out, arrays, comm.machine)
+            self._set_up(spec, comm)
+
+    def _set_up(self, spec: "_Spec", comm: Communicator) -> None:
+        self._spec, self._comm, self._what = spec, comm, str(spec.asked)
+        asked = spec.asked
+        types = {"MK_TYPE": asked.dtype, "MK_TRANSFER_TYPE": asked.transfer_dtype}
+        words = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
+        source = str(compiler.kernel_source("moe_combine"))
+        kernel = Kernel(source, "moe_combine", tuple(compiler.macros(words).items()))
+        comm.agreement(self._what, asked.need, lambda: comm.load(kernel) and None)
+        self._kernel = comm.load(kernel)
+        self.plan = plan_moe_combine(comm.rank, asked, spec.options)
+        self._bind(comm.arena)
+
+    def _bind(self, arena: Arena) -> None:
+        """Fill in the structs with the addresses that this arena gives."""
+        structures, plan, asked, comm = structs.shared(), self.plan, self._spec.asked, self._comm
+        self._arena = arena
+        data = arena.data_offset_for(arena.signals)
+        at = offsets_of(asked.arena_sizes())
+        self._stage = Location(arena.number, data + at["weights"])
+        constants = structures.MoeCombinePlan(
+            split=structures.Split(*plan.split),
+            digest=comm.digest(self._what),
+            experts=self._spec.experts,
+            combine=combine_plan(asked, plan.split[1], arena, comm, (at["weights"], at["sums"]), 0),
+        )
+        self._constants = comm.machine.constant(constants)
+        self._params = structures.MoeCombineParams(
+            world=comm.world_address, plan=self._constants.address
+        )
+        self._params.message.digest = constants.digest
+
+    def __call__(
+        self,
+        rows: np.ndarray,
+        topk_weight: np.ndarray,
+        layout: DispatchLayout,
+        *,
+        out: np.ndarray | None = None,
+        stream: Any = None,
+    ) -> np.ndarray:
+        """Return what `moe_combine` does, for operands like the planned ones."""
+        comm = self._comm
+        if comm is None:
+            raise ValueError("this plan is closed: make another")
+        with comm.calling(self._what), comm.machine.on(stream):
+            machine = comm.machine
+            own = [
+                operands.Operand("rows", rows, machine),
+                operands.Operand("topk_weight", topk_weight, machine),
+            ]
+            arrays = [operand.shadow for operand in own]
+            self._spec.check(*arrays, layout)
+            result = self._spec.output(out, arrays, machine)
+            machine.begin()
+            # A kernel steps in whole elements; what does not is copied.
+            target = result
+            if operands.strides(result.shadow) is None:
+                shape, dtype = result.shadow.shape, result.shadow.dtype
+                target = operands.Operand("out", machine.empty(shape, dtype), machine)
+            request, used = self._request(own, layout, target)
+            machine.hold(self._constants, used, result)
+            try:
+                comm.run(self._kernel, request, self._what)
+            finally:
+                if target is not result:
+                    machine.copy(result.array, target.array)
+            return result.array if out is None else out
+
+    def prepare(
+        self, rows: np.ndarray, topk_weight: np.ndarray, layout: DispatchLayout, out: np.ndarray
+    ) -> tuple[Any, Any]:
+        """Return the launch struct for checked operands, and what must live until it has run."""
+        machine = self._comm.machine
+        named = (("rows", rows), ("topk_weight", topk_weight), ("out", out))
+        *own, result = (operands.Operand(*pair, machine) for pair in named)
+        return self._request(own, layout, result)
+
+    def _request(
+        self, own: Any, layout: DispatchLayout, result: operands.Operand
+    ) -> tuple[Any, Any]:
+        comm, plan, machine = self._comm, self.plan, self._comm.machine
+        if self._arena is not comm.arena:
+            machine.refuse_capture(self._what)
+            self._bind(comm.arena)
+        rows, weights = own
+        if element_steps(rows.shadow) is None:
+            rows = operands.Operand(
+                "rows", machine.empty(rows.shadow.shape, rows.shadow.dtype), machine
+            )
+            machine.copy(rows.array, own[0].array)
+        stage(weights, self._stage, comm)
+        params = self._params
+        for to, array in ((params.rows, rows.shadow), (params.out, result.shadow)):
+            to.data = array.ctypes.data
+            to.row_stride, to.column_stride = operands.strides(array)
+        params.tokens = len(weights.shadow)
+        layout.put_into(params.origins)
+        request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
+        return request, (rows, weights, layout, result)
+
+    def close(self) -> None:
+        """Forget the plan. Local; nothing waits for it."""
+        self._constants, self._comm = None, None
+
+    def __enter__(self) -> "MoeCombine":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+def stage(weights: operands.Operand, place: Location, comm: Communicator) -> None:
+    """Copy weights of tokens to where the peers read them."""
+    segment, array = comm.segments[place.segment], weights.shadow
+    staged = segment.bytes[place.offset :][: array.nbytes].view(array.dtype).reshape(array.shape)
+    comm.machine.copy(staged, weights.array)
+
+
+def combine_plan(
+    asked: Combine,
+    computing: int,
+    arena: Arena,
+    comm: Communicator,
+    at: tuple[int, int],
+    signals: int,
+) -> Any:
+    """Return the struct ``CombinePlan``.
+
+    Parameters
+    ----------
+    asked : Combine
+    computing : int
+        Agents that make rows.
+    arena : Arena
+    comm : Communicator
+    at : tuple of int
+        Where weights and sums lie in the arena's data, in bytes.
+    signals : int
+        The first word of the signals.
+    """
+    structures, words = structs.shared(), offsets_of(asked.signal_sizes(), 1)
+    data = arena.data_offset_for(arena.signals)
+
+    def place(name: str) -> Any:
+        return structures.Place(arena.number, 8 * (signals + words[name]))
+
+    return structures.CombinePlan(
+        n=asked.n,
+        slots=asked.slots,
+        max_tokens=asked.max_tokens,
+        chunk_tokens=asked.chunk_tokens,
+        chunks=asked.chunks,
+        computing=computing,
+        rows=place("rows"),
+        weights=structures.Place(arena.number, data + at[0]),
+        sums=structures.Place(arena.number, data + at[1]),
+        pitch=asked.pitch,
+        summed=place("summed"),
+        computed=comm.segments[arena.number].address + 8 * (signals + words["computed"]),
+    )
+
+
+class _Spec:
+    """What was asked for: the checked arguments, less the data and the numbers of rows."""
+
+    def __init__(self, rows, weights, layout, comm, options):
+        operands.matrix("rows", rows)
+        if not isinstance(layout, DispatchLayout):
+            raise TypeError(
+                f"layout is a {type(layout).__name__}: use what moe_dispatch_gemm has returned"
+            )
+        check_weights(weights, rows.dtype, layout.tokens, layout.slots)
+        if options is not None and not isinstance(options, plans.Options):
+            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
+        self.options = options or plans.Options()
+        transfer = plans.output_dtype(rows.dtype, self.options.transfer_dtype, "transfer_dtype")
+        self.asked = Combine(
+            ranks=comm.size,
+            n=rows.shape[1],
+            slots=layout.slots,
+            dtype=rows.dtype,
+            transfer_dtype=transfer,
+            max_tokens=layout.max_tokens,
+            chunk_bytes=self.options.chunk_bytes,
+        )
+        self.experts = len(layout.expert_offsets) - 1
+        self._key = self.asked, self.experts, self.options
+
+    def check(self, rows: np.ndarray, weights: np.ndarray, layout: DispatchLayout) -> None:
+        """Refuse operands that are not as planned."""
+        asked = self.asked
+        operands.matrix("rows", rows)
+        have = rows.shape[1], rows.dtype, layout.slots, layout.max_tokens
+        have += (len(layout.expert_offsets) - 1,)
+        need = asked.n, asked.dtype, asked.slots, asked.max_tokens, self.experts
+        if have != need:
+            raise ValueError(
+                f"rows and layout have (N, dtype, k, max_tokens, experts) = {have}: this plan is "
+                f"for {need}; make another for other operands"
+            )
+        check_weights(weights, rows.dtype, layout.tokens, layout.slots)
+        if int(layout.count) > len(rows):
+            raise ValueError(f"layout has {int(layout.count)} rows, but rows has {len(rows)}")
+
+    def output(self, out: Any, arrays: Any, machine: Any) -> operands.Operand:
+        """Return what the result is written into: the caller's array, or a new one."""
+        inputs = list(zip(("rows", "topk_weight"), arrays, strict=True))
+        shape = len(arrays[1]), self.asked.n
+        return operands.output(out, shape, self.asked.dtype, inputs, machine, remedy="")
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Spec) and self._key == other._key
+
+
+def check_weights(weights: np.ndarray, dtype: np.dtype, tokens: int, slots: int) -> None:
+    """Raise TypeError or ValueError unless there is a weight for every slot of every token."""
+    if weights.dtype != accumulator_dtype(dtype):
+        raise TypeError(
+            f"topk_weight has dtype {weights.dtype}: use {accumulator_dtype(dtype)} for {dtype}"
+        )
+    if weights.shape != (tokens, slots):
+        raise ValueError(
+            f"topk_weight has shape {weights.shape}: use {(tokens, slots)}, a weight for each "
+            f"of the {slots} experts of the {tokens} tokens that this rank sends"
+        )
+
+
+def _shadows(rows: Any, topk_weight: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
+    if comm.target == "cuda":
+        raise errors.ConfigurationError(
+            "moe_combine does not run on GPUs yet: use Communicator(target='host')"
+        )
+    named = (("rows", rows), ("topk_weight", topk_weight))
+    return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)

@@ -1,0 +1,610 @@
+"""`moe_dispatch_gemm`: send tokens to the ranks of their experts, and multiply them there."""
+
+import dataclasses
+import operator
+from typing import Any
+
+import numpy as np
+
+from .. import compiler, errors, structs
+from .. import plan as plans
+from ..communicator import Arena, Communicator, extent
+from ..kernel import Kernel
+from ..memory import Location
+from ..moe_plan import (
+    Dispatch,
+    MoeDispatchGemmPlan,
+    Problem,
+    offsets_of,
+    plan_moe_dispatch_gemm,
+    problem_text,
+)
+from ..reference import array_split_counts
+from . import operands
+
+_IDS = (np.dtype(np.int32), np.dtype(np.int64))
+
+
+def moe_dispatch_gemm(
+    x: np.ndarray,
+    topk_idx: np.ndarray,
+    w: np.ndarray,
+    *,
+    comm: Communicator,
+    num_experts: int | None = None,
+    max_tokens: int | None = None,
+    capacity: int | None = None,
+    out: Any = None,
+    dtype: Any = None,
+    stream: Any = None,
+    options: plans.Options | None = None,
+) -> tuple[np.ndarray, "DispatchLayout"]:
+    """Return the tokens that chose this rank's experts, each times the weights of its expert.
+
+    Collective. The kernel sorts the tokens by expert, tells the peers, brings their tokens here,
+    each once however many of this rank's experts it chose, and multiplies those that are there.
+    The hosts exchange nothing: ids and numbers of tokens may be others in every call.
+
+    Parameters
+    ----------
+    x : (T_r, H) array
+        This rank's tokens; bfloat16, float16, float32 or float64, in any strides. T_r may differ
+        between ranks and from call to call, and be 0. It is read in place by the peers if it comes
+        from `Communicator.empty`, `zeros` or `asarray` and its rows are contiguous; else it is
+        copied first.
+    topk_idx : (T_r, k) array of int32 or int64
+        The experts of each token, 0 to E - 1; -1 for none. An id that a token names twice makes
+        two rows of the same token.
+    w : (E_r, H, I) array
+        The weights of this rank's experts, of the dtype of `x`, in any strides. The ranks have the
+        E experts as `numpy.array_split` deals them out, rank 0 the first ones; E_r may be 0.
+    comm : Communicator
+    num_experts : int, optional
+        E, the same on all ranks. Default: as many as here on each, times the number of ranks.
+    max_tokens : int, optional
+        The most tokens that any rank passes in a call, the same on all ranks. Default: the largest
+        T_r of the ranks in the first call with such operands.
+    capacity : int, optional
+        Rows of the result, the same on all ranks. Default: as many as there may be if no token
+        names an expert twice, the tokens of all ranks times the smaller of k and E_r.
+    out : (array (capacity, I), DispatchLayout or None), optional
+        Where to put the result: a pair as is returned, of which the second may be None.
+    dtype : data-type, optional
+        Of the rows: that of the operands (default), or float32 for 16-bit operands.
+    stream : optional
+        As for `allgather_gemm`.
+    options : Options, optional
+        Choices that the plan would make otherwise.
+
+    Returns
+    -------
+    rows : (capacity, I) array
+        Rows ``layout.expert_offsets[e]:layout.expert_offsets[e + 1]`` are those of local expert e,
+        in order of source rank, token, slot. What lies behind the last is not written.
+    layout : DispatchLayout
+        Which token each row is of.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If this rank's arguments are wrong; its peers raise `PeerError`. On all ranks, if an id of
+        `topk_idx` on any of them is no expert's: nothing is written, and the communicator stays
+        usable.
+    CapacityError
+        On all ranks, if one of them has more than `max_tokens` tokens or would get more than
+        `capacity` rows: nothing is written, and the communicator stays usable.
+    ArgumentMismatchError
+        On all ranks, if they do not agree on H, I, k, the dtypes or the keywords.
+    ConfigurationError
+        On the cuda target, on which it does not run yet.
+    TimeoutError, PeerLostError
+        On all ranks, if one does not take part. What was not finished of the result is NaN.
+
+    Examples
+    --------
+    >>> with mk.Communicator() as comm:
+    ...     rows, layout = mk.moe_dispatch_gemm(x, topk_idx, w, comm=comm)
+    ...     rows = layout.trim(rows)
+    """
+    operands.check_communicator(comm)
+    with comm.calling("moe_dispatch_gemm()"), comm.machine.on(stream):
+        arrays = _shadows(x, topk_idx, w, comm)
+        spec = _Spec(*arrays, comm, num_experts, max_tokens, capacity, dtype, options)
+        step = comm.plans.get(spec)
+        if step is None:
+            try:
+                step = comm.plans[spec] = MoeDispatchGemm.__new__(MoeDispatchGemm)
+                step._set_up(spec, comm, len(arrays[0]))
+            except BaseException as error:
+                comm.plans.pop(spec, None)
+                if isinstance(error, errors.Error) and out is not None and comm.closed:
+                    _leave_nothing(out, comm)
+                raise
+        return step(x, topk_idx, w, out=out)
+
+
+class DispatchLayout:
+    """Which token each row of a dispatch is of.
+
+    Attributes
+    ----------
+    expert_offsets : (E_r + 1,) array of int64
+        The first row of each local expert, and behind the last one the number of rows.
+    source_rank, source_token, source_slot : (capacity,) array of int32
+        Row i is ``x[source_token[i]]`` of rank ``source_rank[i]``, because its
+        ``topk_idx[source_token[i], source_slot[i]]`` is the expert. Only as far as there are rows.
+    tokens, max_tokens, slots : int
+        How many tokens this rank passed, how many a rank may pass, and how many experts a token may
+        choose.
+    """
+
+    def __init__(self, plan: MoeDispatchGemmPlan, machine: Any):
+        self._machine = machine
+        self.tokens, self.max_tokens, self.slots = 0, plan.max_tokens, plan.slots
+        self.expert_offsets = machine.empty((plan.experts + 1,), np.dtype(np.int64))
+        self.source_rank, self.source_token, self.source_slot = (
+            machine.empty((plan.capacity,), np.dtype(np.int32)) for _ in range(3)
+        )
+
+    @property
+    def count(self) -> np.ndarray:
+        """The number of rows: an array of int64 without dimensions, in the memory of the others."""
+        return self.expert_offsets[-1:].reshape(())
+
+    def trim(self, rows: np.ndarray) -> np.ndarray:
+        """Return those of the rows of a result that there are; a view.
+
+        The one thing here that waits for the device.
+
+        Examples
+        --------
+        >>> rows = layout.trim(rows)
+        """
+        return rows[: int(self._machine.asnumpy(self.count))]
+
+    def put_into(self, origins: Any) -> None:
+        """Fill in a struct ``RowOrigins``, by which kernels find the arrays."""
+        for name in ("expert_offsets", "source_rank", "source_token", "source_slot"):
+            setattr(origins, name, self._machine.shadow(getattr(self, name)).ctypes.data)
+
+    def _clear(self) -> None:
+        """Say that there are no rows."""
+        self._machine.zero(self.expert_offsets)
+        for array in (self.source_rank, self.source_token, self.source_slot):
+            self._machine.fill(array, -1)
+
+
+class MoeDispatchGemm:
+    """`moe_dispatch_gemm`, planned once for H, I, k, experts and dtypes, and called often.
+
+    Takes the arguments of the function; making one is collective. A context manager. Calls may
+    have other numbers of tokens, up to `max_tokens`.
+
+    Attributes
+    ----------
+    plan : MoeDispatchGemmPlan
+
+    Examples
+    --------
+    >>> step = mk.MoeDispatchGemm(x, topk_idx, w, comm=comm, max_tokens=4096, capacity=20000)
+    >>> for x, topk_idx in batches:
+    ...     rows, layout = step(x, topk_idx, w)
+    """
+
+    plan: MoeDispatchGemmPlan
+
+    def __init__(
+        self,
+        x: np.ndarray,
+        topk_idx: np.ndarray,
+        w: np.ndarray,
+        *,
+        comm: Communicator,
+        num_experts: int | None = None,
+        max_tokens: int | None = None,
+        capacity: int | None = None,
+        out: Any = None,
+        dtype: Any = None,
+        stream: Any = None,
+        options: plans.Options | None = None,
+    ):
+        operands.check_communicator(comm)
+        with comm.calling("MoeDispatchGemm()"), comm.machine.on(stream):
+            arrays = _shadows(x, topk_idx, w, comm)
+            spec = _Spec(*arrays, comm, num_experts, max_tokens, capacity, dtype, options)
+            self._set_up(spec, comm, len(arrays[0]))
+
+    def _set_up(self, spec: "_Spec", comm: Communicator, tokens: int) -> None:
+        self._spec, self._comm = spec, comm
+        asked = spec.asked
+        kernel = Kernel(
+            str(compiler.kernel_source("moe_dispatch_gemm")),
+            "moe_dispatch_gemm",
+            tuple(compiler.macros(plans.type_defines(asked.dtype, asked.out_dtype)).items()),
+        )
+        if asked.max_tokens is None:
+            most = max(comm.agreement(str(asked), None, lambda: tokens))
+            asked = dataclasses.replace(asked, max_tokens=most)
+        self._dispatch, self._what = asked, str(asked)
+
+        def compile_and_check() -> None:
+            comm.load(kernel)
+            check_room(asked, asked.n, comm)
+
+        comm.agreement(self._what, asked.need, compile_and_check)
+        self._kernel = comm.load(kernel)
+        self.plan = plan_moe_dispatch_gemm(comm.rank, asked, spec.options)
+        self._bind(comm.arena)
+
+    def _bind(self, arena: Arena) -> None:
+        """Fill in the structs with the addresses that this arena gives."""
+        structures, plan, agreed, comm = structs.shared(), self.plan, self._dispatch, self._comm
+        self._arena = arena
+        constant = comm.machine.constant
+        self._arrays = {
+            "capacity": constant(np.array(agreed.capacities, np.int64)),
+            "whole": constant(np.array([0, plan.capacity], np.int64)),
+        }
+        self._stage = stage_of_tokens(agreed, arena, comm)
+        routing, landing = routing_plans(agreed, self._arrays["capacity"], arena, comm)
+        constants = structures.MoeDispatchGemmPlan(
+            split=structures.Split(*plan.split),
+            digest=comm.digest(self._what),
+            experts=plan.experts,
+            h=agreed.h,
+            n=agreed.n,
+            tile=structures.TileShape(*plan.tile),
+            whole=self._arrays["whole"].address,
+            routing=routing,
+            landing=landing,
+        )
+        self._verdict = structures.RoutingVerdict()
+        self._constants = constant(constants)
+        self._params = structures.MoeDispatchGemmParams(
+            verdict=constant(self._verdict).address,
+            world=comm.world_address,
+            plan=self._constants.address,
+        )
+        self._params.message.digest = constants.digest
+
+    def __call__(
+        self,
+        x: np.ndarray,
+        topk_idx: np.ndarray,
+        w: np.ndarray,
+        *,
+        out: Any = None,
+        stream: Any = None,
+    ) -> tuple[np.ndarray, DispatchLayout]:
+        """Return what `moe_dispatch_gemm` does, for operands like the planned ones."""
+        comm = self._comm
+        if comm is None:
+            raise ValueError("this plan is closed: make another")
+        with comm.calling(self._what), comm.machine.on(stream):
+            machine = comm.machine
+            own = self._operands(x, topk_idx, w)
+            self._spec.check(*(operand.shadow for operand in own))
+            rows, layout = self._outputs(out, own)
+            machine.begin()
+            # A kernel steps in whole elements; what does not is copied.
+            target = rows
+            if operands.strides(rows.shadow) is None:
+                target = operands.Operand(
+                    "out", machine.empty(rows.shadow.shape, rows.shadow.dtype), machine
+                )
+                machine.copy(target.array, rows.array)
+            request, used = self._request(own, target, layout)
+            machine.hold(self._arrays, self._constants, used, rows, layout)
+            try:
+                comm.run(self._kernel, request, self._what)
+            except errors.Error:
+                layout._clear()
+                raise
+            finally:
+                if target is not rows:
+                    machine.copy(rows.array, target.array)
+            raise_problem(self._verdict, self._what, comm)
+            layout.tokens = len(own[0].shadow)
+            return rows.array if out is None else out[0], layout
+
+    def prepare(
+        self, x: np.ndarray, topk_idx: np.ndarray, w: np.ndarray, out: Any
+    ) -> tuple[Any, Any]:
+        """Return the launch struct for checked operands, and what must live until it has run."""
+        own = self._operands(x, topk_idx, w)
+        return self._request(own, *self._outputs(out, own))
+
+    def _operands(self, *arrays: Any) -> tuple[operands.Operand, ...]:
+        machine = self._comm.machine
+        return tuple(
+            operands.Operand(name, array, machine)
+            for name, array in zip(("x", "topk_idx", "w"), arrays, strict=True)
+        )
+
+    def _outputs(self, out: Any, own: Any) -> tuple[operands.Operand, DispatchLayout]:
+        """Return what the result is written into: the caller's arrays, or new ones."""
+        plan, machine = self.plan, self._comm.machine
+        rows, layout = (None, None) if out is None else _pair(out)
+        inputs = [
+            (name, operand.shadow)
+            for name, operand in zip(("x", "topk_idx", "w"), own, strict=True)
+        ]
+        shape = plan.capacity, plan.n
+        result = operands.output(rows, shape, plan.out_dtype, inputs, machine, "out[0]")
+        if layout is None:
+            return result, DispatchLayout(plan, machine)
+        have = len(layout.expert_offsets) - 1, len(layout.source_rank)
+        have += layout.max_tokens, layout.slots
+        need = plan.experts, plan.capacity, plan.max_tokens, plan.slots
+        if have != need:
+            raise ValueError(
+                f"out[1] is for (experts, rows, max_tokens, k) = {have}: the result has {need}"
+            )
+        return result, layout
+
+    def _request(self, own: Any, rows: operands.Operand, layout: DispatchLayout) -> tuple[Any, Any]:
+        comm, plan, machine = self._comm, self.plan, self._comm.machine
+        if self._arena is not comm.arena:
+            machine.refuse_capture(self._what)
+            self._bind(comm.arena)
+        params = self._params
+        x = put_tokens(params, own[0], self._dispatch, self._stage, comm)
+        ids = put_choice(params.choice, own[1], machine)
+        w, params.w_stride = put_weights(params.w, own[2], machine)
+        params.rows.data = rows.shadow.ctypes.data
+        params.rows.row_stride, params.rows.column_stride = operands.strides(rows.shadow)
+        layout.put_into(params.origins)
+        request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
+        return request, (x, ids, w, rows, layout)
+
+    def close(self) -> None:
+        """Forget the plan. Local; nothing waits for it."""
+        self._arrays, self._constants, self._comm = {}, None, None
+
+    def __enter__(self) -> "MoeDispatchGemm":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+class _Spec:
+    """What was asked for: the checked arguments, less the data and the number of tokens."""
+
+    def __init__(self, x, ids, w, comm, num_experts, max_tokens, capacity, dtype, options):
+        operands.matrix("x", x)
+        check_ids(ids, len(x))
+        plans.check_dtype("w", w.dtype)
+        if w.ndim != 3:
+            raise ValueError(f"w has shape {w.shape}: use (experts, H, I)")
+        if w.dtype != x.dtype:
+            raise TypeError(f"x has dtype {x.dtype}, w {w.dtype}: use the same for both")
+        if w.shape[1] != x.shape[1]:
+            raise ValueError(
+                f"x has shape {x.shape}, w {w.shape}: w needs as many rows as x has columns"
+            )
+        if options is not None and not isinstance(options, plans.Options):
+            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
+        self.options = options or plans.Options()
+        self.asked = Dispatch(
+            ranks=comm.size,
+            h=x.shape[1],
+            n=w.shape[2],
+            experts=experts_of_all(num_experts, len(w), comm),
+            slots=ids.shape[1],
+            dtype=x.dtype,
+            out_dtype=plans.output_dtype(x.dtype, dtype),
+            max_tokens=whole_number("max_tokens", max_tokens),
+            capacity=whole_number("capacity", capacity),
+            chunk_bytes=self.options.chunk_bytes,
+        )
+        self._shape = w.shape
+        self._key = self.asked, self.options
+
+    def check(self, x: np.ndarray, ids: np.ndarray, w: np.ndarray) -> None:
+        """Refuse operands that are not as planned."""
+        asked = self.asked
+        for name, array, shape in (
+            ("x", x, (len(x) if x.ndim else 0, asked.h)),
+            ("w", w, self._shape),
+        ):
+            if array.shape != shape or array.dtype != asked.dtype:
+                raise ValueError(
+                    f"{name} has shape {array.shape} and dtype {array.dtype}: this plan is for "
+                    f"{shape} and {asked.dtype}; make another for other operands"
+                )
+        check_ids(ids, len(x))
+        if ids.shape[1] != asked.slots:
+            raise ValueError(
+                f"topk_idx has shape {ids.shape}: this plan is for {asked.slots} experts a token"
+            )
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Spec) and self._key == other._key
+
+
+def _shadows(x: Any, topk_idx: Any, w: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
+    if comm.target == "cuda":
+        raise errors.ConfigurationError(
+            "moe_dispatch_gemm does not run on GPUs yet: use Communicator(target='host')"
+        )
+    named = (("x", x), ("topk_idx", topk_idx), ("w", w))
+    return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)
+
+
+def check_ids(ids: np.ndarray, tokens: int) -> None:
+    if ids.dtype not in _IDS:
+        raise TypeError(f"topk_idx has dtype {ids.dtype}: use int32 or int64")
+    if ids.ndim != 2 or len(ids) != tokens:
+        raise ValueError(
+            f"topk_idx has shape {ids.shape}: use (tokens, k), with a row for each of the "
+            f"{tokens} tokens of x"
+        )
+
+
+def experts_of_all(num_experts: int | None, own: int, comm: Communicator) -> int:
+    """Return the number of experts of all ranks; ValueError if this rank's are not its part."""
+    total = own * comm.size if num_experts is None else whole_number("num_experts", num_experts)
+    part = array_split_counts(total, comm.size)[comm.rank]
+    if part != own:
+        raise ValueError(
+            f"num_experts={total}: rank {comm.rank} of {comm.size} has {part} of them, as "
+            f"numpy.array_split deals them out, but passes {own}"
+        )
+    return total
+
+
+def whole_number(name: str, value: Any) -> int | None:
+    """Return an argument that is None or an integer of at least 0; TypeError or ValueError."""
+    if value is None:
+        return None
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: use an integer") from None
+    if value < 0:
+        raise ValueError(f"{name}={value}: use 0 or more")
+    return value
+
+
+def check_room(agreed: Dispatch, columns: int, comm: Communicator) -> None:
+    """Raise ValueError if rows that nobody has asked for would take too much memory."""
+    if agreed.capacity is not None:
+        return
+    rows, free = agreed.capacities[comm.rank], comm.machine.available()
+    nbytes = rows * columns * agreed.out_dtype.itemsize
+    if nbytes > free // 4:
+        raise ValueError(
+            f"rank {comm.rank} may get {rows} rows, which take {nbytes} bytes, more than a quarter "
+            f"of the {free} that are free: pass capacity=, the most rows that a rank is to get"
+        )
+
+
+def stage_of_tokens(agreed: Dispatch, arena: Arena, comm: Communicator) -> Location:
+    """Return where a rank's own tokens would land."""
+    landing = offsets_of(agreed.arena_sizes())["landing"]
+    own = landing + comm.rank * agreed.max_tokens * agreed.pitch
+    return Location(arena.number, arena.data_offset_for(arena.signals) + own)
+
+
+def routing_plans(
+    agreed: Dispatch, capacity: Any, arena: Arena, comm: Communicator
+) -> tuple[Any, Any]:
+    """Return the structs ``RoutingPlan`` and ``TokenLandingPlan``, which begin an arena."""
+    structures = structs.shared()
+    base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
+    at, words = offsets_of(agreed.arena_sizes()), offsets_of(agreed.signal_sizes(), 1)
+
+    def local(*names: str) -> dict[str, int]:
+        return {name: base + data + at[name] for name in names}
+
+    shared = {
+        name: structures.Place(arena.number, data + at[name])
+        for name in ("summary", "shares", "routes", "tokens")
+    }
+    routing = structures.RoutingPlan(
+        experts=agreed.experts,
+        slots=agreed.slots,
+        max_tokens=agreed.max_tokens,
+        parts=agreed.parts,
+        capacity=capacity.address,
+        routed=base + 8 * words["routed"],
+        **shared,
+        **local("sorted", "starts", "faults", "landed", "totals", "deliveries"),
+    )
+    landing = structures.TokenLandingPlan(
+        tokens=base + data + at["landing"],
+        pitch=agreed.pitch,
+        bytes=agreed.h * agreed.dtype.itemsize,
+        chunk_tokens=agreed.chunk_tokens,
+        chunks=agreed.chunks,
+        arrived=base + 8 * words["arrived"],
+        placed=base + 8 * words["placed"],
+        **local("places"),
+    )
+    return routing, landing
+
+
+def put_tokens(
+    params: Any, x: operands.Operand, agreed: Dispatch, stage: Location, comm: Communicator
+) -> operands.Operand:
+    """Say in a launch struct where a rank's tokens are, for itself and the peers; return them."""
+    rows = x.shadow
+    place, pitch, tokens = stage, operands.line_pitch(rows, False), x
+    whole = pitch is not None and pitch % rows.itemsize == 0 and rows.flags.aligned
+    if len(rows) > agreed.max_tokens:
+        pitch = 0  # the kernel refuses them, and reads none
+    elif whole and comm.size > 1 and comm.in_segment(rows):
+        place = comm.segments.locate(*extent(rows))
+    elif not whole or comm.size > 1:
+        pitch, segment = agreed.pitch, comm.segments[stage.segment]
+        staged = segment.bytes[stage.offset :][: len(rows) * pitch].view(rows.dtype)
+        staged = staged.reshape(len(rows), pitch // rows.itemsize)[:, : agreed.h]
+        comm.machine.copy(staged, x.array)
+        tokens = operands.Operand("x", staged, comm.machine)
+    message = params.message
+    message.operand.segment, message.operand.offset = place.segment, place.offset
+    message.operand_pitch, params.tokens = pitch, len(rows)
+    params.x.data, params.x.row_stride = tokens.shadow.ctypes.data, pitch // rows.itemsize
+    return tokens
+
+
+def put_choice(to: Any, ids: operands.Operand, machine: Any) -> operands.Operand:
+    """Fill in a struct ``TokenChoice``; return the ids that it points to."""
+    if element_steps(ids.shadow) is None:
+        copy = operands.Operand("topk_idx", machine.empty(ids.shadow.shape, _IDS[1]), machine)
+        machine.copy(copy.array, ids.array)
+        ids = copy
+    to.ids, to.wide = ids.shadow.ctypes.data, ids.shadow.dtype == _IDS[1]
+    to.row_stride, to.column_stride = element_steps(ids.shadow)
+    return ids
+
+
+def put_weights(to: Any, w: operands.Operand, machine: Any) -> tuple[operands.Operand, int]:
+    """Fill in the ``Matrix`` of the first expert; return all weights, and the bytes to the next."""
+    if element_steps(w.shadow) is None:
+        copy = operands.Operand("w", machine.empty(w.shadow.shape, w.shadow.dtype), machine)
+        machine.copy(copy.array, w.array)
+        w = copy
+    stride, to.row_stride, to.column_stride = element_steps(w.shadow)
+    to.data = w.shadow.ctypes.data
+    return w, stride * w.shadow.itemsize
+
+
+def raise_problem(verdict: Any, what: str, comm: Communicator) -> None:
+    """Raise what was wrong with the data of a call, as all ranks do."""
+    problem = Problem(verdict.problem)
+    if problem is not Problem.NONE:
+        kind = ValueError if problem is Problem.ID else errors.CapacityError
+        comm.raise_alike(kind(problem_text(verdict, what)))
+
+
+def _pair(out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise TypeError("out: use a pair, (rows, layout), of which layout may be None")
+    if out[1] is not None and not isinstance(out[1], DispatchLayout):
+        raise TypeError(f"out[1] is a {type(out[1]).__name__}: use a DispatchLayout, or None")
+    return out[0], out[1]
+
+
+def _leave_nothing(out: Any, comm: Communicator) -> None:
+    """Mark the result of a call that could not be made."""
+    rows, layout = _pair(out)
+    comm.machine.fill(operands.Operand("out[0]", rows, comm.machine).array, np.nan)
+    if layout is not None:
+        layout._clear()
+
+
+def element_steps(array: np.ndarray) -> tuple[int, ...] | None:
+    """Return strides in elements; None if a kernel cannot step through the array so."""
+    # The stride of an axis of length 1 leads nowhere, and NumPy leaves anything there.
+    steps = [
+        step if n > 1 else array.itemsize
+        for n, step in zip(array.shape, array.strides, strict=True)
+    ]
+    if not array.flags.aligned or any(step % array.itemsize for step in steps):
+        return None
+    return tuple(step // array.itemsize for step in steps)

@@ -1,0 +1,450 @@
+"""`moe_layer`: a whole layer of experts in one launch."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from .. import compiler, errors, structs
+from .. import plan as plans
+from ..communicator import Arena, Communicator
+from ..kernel import Kernel
+from ..memory import Location
+from ..moe_plan import ACTIVATIONS, Layer, MoeLayerPlan, offsets_of, plan_moe_layer
+from ..reference import accumulator_dtype
+from . import operands
+from .moe_combine import check_weights, combine_plan, stage
+from .moe_dispatch_gemm import (
+    check_ids,
+    check_room,
+    experts_of_all,
+    put_choice,
+    put_tokens,
+    put_weights,
+    raise_problem,
+    routing_plans,
+    stage_of_tokens,
+    whole_number,
+)
+
+_NAMES = ("x", "topk_idx", "topk_weight", "w1", "w2")
+
+
+def moe_layer(
+    x: np.ndarray,
+    topk_idx: np.ndarray,
+    topk_weight: np.ndarray,
+    w1: np.ndarray,
+    w2: np.ndarray,
+    *,
+    comm: Communicator,
+    activation: str | None = "swiglu",
+    num_experts: int | None = None,
+    max_tokens: int | None = None,
+    capacity: int | None = None,
+    out: np.ndarray | None = None,
+    stream: Any = None,
+    options: plans.Options | None = None,
+) -> np.ndarray:
+    """Return for each of this rank's tokens the weighted sum of what its experts make of it.
+
+    Collective. ``out[t] = sum_j topk_weight[t, j] * (act(x[t] @ w1[e]) @ w2[e])`` over the experts
+    ``e = topk_idx[t, j]``, wherever they are: one launch brings the tokens to their experts,
+    multiplies, and brings the sums back.
+
+    Parameters
+    ----------
+    x : (T_r, H) array
+        This rank's tokens, as for `moe_dispatch_gemm`.
+    topk_idx : (T_r, k) array of int32 or int64
+        The experts of each token, 0 to E - 1; -1 for none. An id that a token names twice counts
+        twice.
+    topk_weight : (T_r, k) array of float32 (float64 for float64)
+        Their weights. A weight whose id is -1 has no influence.
+    w1 : (E_r, H, I) array
+        The first weights of this rank's experts, of the dtype of `x`, in any strides; for 'swiglu'
+        (E_r, H, 2 I), first the columns of the gate, then those that it multiplies. The ranks have
+        the E experts as `numpy.array_split` deals them out, rank 0 the first ones.
+    w2 : (E_r, I, N) array
+        The second weights.
+    comm : Communicator
+    activation : {'swiglu', 'gelu', 'silu', None}, optional
+        What is between the two products; 'gelu' is the exact one, None nothing at all.
+    num_experts, max_tokens : int, optional
+        As for `moe_dispatch_gemm`.
+    capacity : int, optional
+        The most rows that the experts of a rank get, the same on all ranks. Default: as many as
+        there may be if no token names an expert twice.
+    out : (T_r, N) array, optional
+        Where to put the result, in any strides; must not overlap the other arrays.
+    stream : optional
+        As for `allgather_gemm`.
+    options : Options, optional
+        Choices that the plan would make otherwise; `transfer_dtype` as for `moe_combine`.
+
+    Returns
+    -------
+    (T_r, N) array
+        `out`, or a new array of the dtype of `x`. What is between the products, and the rows that
+        the experts make, are rounded to that dtype; sums are in float32 (float64 for float64), and
+        those over experts as in `moe_combine`. Equal inputs give equal bits.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If this rank's arguments are wrong; its peers raise `PeerError`. On all ranks, if an id of
+        `topk_idx` on any of them is no expert's: nothing is written, and the communicator stays
+        usable.
+    CapacityError
+        On all ranks, if one of them has more than `max_tokens` tokens or its experts would get more
+        than `capacity` rows: nothing is written, and the communicator stays usable.
+    ArgumentMismatchError
+        On all ranks, if they do not agree on H, I, N, k, the dtypes or the keywords.
+    ConfigurationError
+        On the cuda target, on which it does not run yet.
+    TimeoutError, PeerLostError
+        On all ranks, if one does not take part. What was not finished of the result is NaN.
+
+    Examples
+    --------
+    >>> with mk.Communicator() as comm:
+    ...     y = mk.moe_layer(x, topk_idx, topk_weight, w1, w2, comm=comm)
+    """
+    operands.check_communicator(comm)
+    with comm.calling("moe_layer()"), comm.machine.on(stream):
+        given = (x, topk_idx, topk_weight, w1, w2)
+        arrays = _shadows(given, comm)
+        asked = (activation, num_experts, max_tokens, capacity, options)
+        spec = _Spec(*arrays, comm, *asked)
+        step = comm.plans.get(spec)
+        if step is None:
+            result = spec.output(out, arrays, comm.machine)
+            try:
+                step = comm.plans[spec] = MoeLayer.__new__(MoeLayer)
+                step._set_up(spec, comm, len(arrays[0]))
+            except BaseException as error:
+                comm.plans.pop(spec, None)
+                if isinstance(error, errors.Error) and out is not None and comm.closed:
+                    comm.machine.fill(result.array, np.nan)
+                raise
+        return step(*given, out=out)
+
+
+class MoeLayer:
+    """`moe_layer`, planned once for H, I, N, k, experts and dtypes, and called often.
+
+    Takes the arguments of the function; making one is collective. A context manager. Calls may
+    have other numbers of tokens, up to `max_tokens`.
+
+    Attributes
+    ----------
+    plan : MoeLayerPlan
+
+    Examples
+    --------
+    >>> layer = mk.MoeLayer(x, topk_idx, topk_weight, w1, w2, comm=comm, max_tokens=4096)
+    >>> for x, topk_idx, topk_weight in batches:
+    ...     y = layer(x, topk_idx, topk_weight, w1, w2)
+    """
+
+    plan: MoeLayerPlan
+
+    def __init__(
+        self,
+        x: np.ndarray,
+        topk_idx: np.ndarray,
+        topk_weight: np.ndarray,
+        w1: np.ndarray,
+        w2: np.ndarray,
+        *,
+        comm: Communicator,
+        activation: str | None = "swiglu",
+        num_experts: int | None = None,
+        max_tokens: int | None = None,
+        capacity: int | None = None,
+        out: np.ndarray | None = None,
+        stream: Any = None,
+        options: plans.Options | None = None,
+    ):
+        operands.check_communicator(comm)
+        with comm.calling("MoeLayer()"), comm.machine.on(stream):
+            arrays = _shadows((x, topk_idx, topk_weight, w1, w2), comm)
+            asked = (activation, num_experts, max_tokens, capacity, options)
+            spec = _Spec(*arrays, comm, *asked)
+            spec.output(out, arrays, comm.machine)
+            self._set_up(spec, comm, len(arrays[0]))
+
+    def _set_up(self, spec: "_Spec", comm: Communicator, tokens: int) -> None:
+        self._spec, self._comm = spec, comm
+        asked = spec.asked
+        if asked.max_tokens is None:
+            most = max(comm.agreement(str(asked), None, lambda: tokens))
+            asked = dataclasses.replace(asked, max_tokens=most)
+        self._layer, self._what = asked, str(asked)
+        words = {
+            "MK_TYPE": plans.cpp_type(asked.dtype),
+            "MK_TRANSFER_TYPE": plans.cpp_type(asked.transfer_dtype),
+            "MK_ACTIVATION": asked.activation or "none",
+        }
+        source = str(compiler.kernel_source("moe_layer"))
+        kernel = Kernel(source, "moe_layer", tuple(compiler.macros(words).items()))
+
+        def compile_and_check() -> None:
+            comm.load(kernel)
+            check_room(asked.dispatch, asked.inner + asked.n, comm)
+
+        comm.agreement(self._what, asked.need, compile_and_check)
+        self._kernel = comm.load(kernel)
+        self.plan = plan_moe_layer(comm.rank, asked, spec.options)
+        self._make_room()
+        self._bind(comm.arena)
+
+    def _make_room(self) -> None:
+        """Have memory for what is between the products, and for the rows that experts make."""
+        plan, machine = self.plan, self._comm.machine
+        rows, columns, _ = plan.tile
+        stash = (plan.split[1], rows, columns) if plan.activation == "swiglu" else (0,)
+        self._room = {
+            "hidden": machine.empty((plan.capacity, plan.inner), plan.dtype),
+            "made": machine.empty((plan.capacity, plan.n), plan.dtype),
+            "stash": machine.empty(stash, accumulator_dtype(plan.dtype)),
+            "expert_offsets": machine.empty((plan.experts + 1,), np.dtype(np.int64)),
+            "finished": machine.empty((plan.parts,), np.dtype(np.uint64)),
+        }
+        machine.zero(self._room["finished"])
+
+    def _bind(self, arena: Arena) -> None:
+        """Fill in the structs with the addresses that this arena gives."""
+        structures, plan, asked, comm = structs.shared(), self.plan, self._layer, self._comm
+        self._arena = arena
+        constant, shadow = comm.machine.constant, comm.machine.shadow
+        at, words = offsets_of(asked.arena_sizes()), offsets_of(asked.signal_sizes(), 1)
+        data = arena.data_offset_for(arena.signals)
+        self._stage = stage_of_tokens(asked.dispatch, arena, comm)
+        self._stage_of_weights = Location(arena.number, data + at["weights"])
+        room = {name: shadow(array).ctypes.data for name, array in self._room.items()}
+        self._arrays = {
+            "capacity": constant(np.array(asked.dispatch.capacities, np.int64)),
+            **{
+                name: constant(
+                    structures.Matrix(data=room[name], row_stride=columns, column_stride=1)
+                )
+                for name, columns in (("hidden", plan.inner), ("made", plan.n))
+            },
+        }
+        routing, landing = routing_plans(asked.dispatch, self._arrays["capacity"], arena, comm)
+        constants = structures.MoeLayerPlan(
+            split=structures.Split(*plan.split),
+            digest=comm.digest(self._what),
+            experts=plan.experts,
+            h=asked.h,
+            inner=asked.inner,
+            n=asked.n,
+            tile=structures.TileShape(*plan.tile),
+            part_rows=plan.part[0],
+            part_columns=plan.part[1],
+            hidden=self._arrays["hidden"].address,
+            made=self._arrays["made"].address,
+            routing=routing,
+            landing=landing,
+            combine=combine_plan(
+                asked.combine,
+                plan.split[1],
+                arena,
+                comm,
+                (at["weights"], at["sums"]),
+                words["computed"],
+            ),
+            **{name: room[name] for name in ("expert_offsets", "finished", "stash")},
+        )
+        self._verdict = structures.RoutingVerdict()
+        self._constants = constant(constants)
+        self._params = structures.MoeLayerParams(
+            verdict=constant(self._verdict).address,
+            world=comm.world_address,
+            plan=self._constants.address,
+        )
+        self._params.message.digest = constants.digest
+
+    def __call__(
+        self,
+        x: np.ndarray,
+        topk_idx: np.ndarray,
+        topk_weight: np.ndarray,
+        w1: np.ndarray,
+        w2: np.ndarray,
+        *,
+        out: np.ndarray | None = None,
+        stream: Any = None,
+    ) -> np.ndarray:
+        """Return what `moe_layer` does, for operands like the planned ones."""
+        comm = self._comm
+        if comm is None:
+            raise ValueError("this plan is closed: make another")
+        with comm.calling(self._what), comm.machine.on(stream):
+            machine = comm.machine
+            own = self._operands((x, topk_idx, topk_weight, w1, w2))
+            arrays = [operand.shadow for operand in own]
+            self._spec.check(*arrays)
+            result = self._spec.output(out, arrays, machine)
+            machine.begin()
+            # A kernel steps in whole elements; what does not is copied.
+            target = result
+            if operands.strides(result.shadow) is None:
+                shape, dtype = result.shadow.shape, result.shadow.dtype
+                target = operands.Operand("out", machine.empty(shape, dtype), machine)
+                machine.copy(target.array, result.array)
+            request, used = self._request(own, target)
+            machine.hold(self._arrays, self._constants, self._room, used, result)
+            try:
+                comm.run(self._kernel, request, self._what)
+            finally:
+                if target is not result:
+                    machine.copy(result.array, target.array)
+            raise_problem(self._verdict, self._what, comm)
+            return result.array if out is None else out
+
+    def prepare(
+        self,
+        x: np.ndarray,
+        topk_idx: np.ndarray,
+        topk_weight: np.ndarray,
+        w1: np.ndarray,
+        w2: np.ndarray,
+        out: np.ndarray,
+    ) -> tuple[Any, Any]:
+        """Return the launch struct for checked operands, and what must live until it has run."""
+        own = self._operands((x, topk_idx, topk_weight, w1, w2))
+        return self._request(own, operands.Operand("out", out, self._comm.machine))
+
+    def _operands(self, arrays: Any) -> list[operands.Operand]:
+        machine = self._comm.machine
+        return [operands.Operand(*pair, machine) for pair in zip(_NAMES, arrays, strict=True)]
+
+    def _request(self, own: Any, result: operands.Operand) -> tuple[Any, Any]:
+        comm, plan, machine = self._comm, self.plan, self._comm.machine
+        if self._arena is not comm.arena:
+            machine.refuse_capture(self._what)
+            self._bind(comm.arena)
+        x, ids, weights, *both = own
+        params = self._params
+        x = put_tokens(params, x, self._layer.dispatch, self._stage, comm)
+        ids = put_choice(params.choice, ids, machine)
+        if params.tokens <= self._layer.max_tokens:  # else the kernel refuses them
+            stage(weights, self._stage_of_weights, comm)
+        w1, params.w1_stride = put_weights(params.w1, both[0], machine)
+        w2, params.w2_stride = put_weights(params.w2, both[1], machine)
+        params.out.data = result.shadow.ctypes.data
+        params.out.row_stride, params.out.column_stride = operands.strides(result.shadow)
+        request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
+        return request, (x, ids, weights, w1, w2, result)
+
+    def close(self) -> None:
+        """Forget the plan. Local; nothing waits for it."""
+        self._arrays, self._room, self._constants, self._comm = {}, {}, None, None
+
+    def __enter__(self) -> "MoeLayer":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+class _Spec:
+    """What was asked for: the checked arguments, less the data and the number of tokens."""
+
+    def __init__(
+        self,
+        x,
+        ids,
+        weights,
+        w1,
+        w2,
+        comm,
+        activation,
+        num_experts,
+        max_tokens,
+        capacity,
+        options,
+    ):
+        operands.matrix("x", x)
+        check_ids(ids, len(x))
+        check_weights(weights, x.dtype, *ids.shape)
+        if activation not in ACTIVATIONS:
+            names = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"activation={activation!r}: use one of {names}")
+        for name, w in (("w1", w1), ("w2", w2)):
+            plans.check_dtype(name, w.dtype)
+            if w.ndim != 3:
+                raise ValueError(f"{name} has shape {w.shape}: use (experts, rows, columns)")
+            if w.dtype != x.dtype:
+                raise TypeError(f"x has dtype {x.dtype}, {name} {w.dtype}: use the same for all")
+        halves = 2 if activation == "swiglu" else 1
+        experts, inner, n = w2.shape
+        if w1.shape != (experts, x.shape[1], halves * inner):
+            raise ValueError(
+                f"x has shape {x.shape}, w1 {w1.shape}, w2 {w2.shape}: for activation="
+                f"{activation!r} w1 needs {(experts, x.shape[1], halves * inner)}"
+            )
+        if options is not None and not isinstance(options, plans.Options):
+            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
+        self.options = options or plans.Options()
+        transfer = plans.output_dtype(x.dtype, self.options.transfer_dtype, "transfer_dtype")
+        self.asked = Layer(
+            ranks=comm.size,
+            h=x.shape[1],
+            inner=inner,
+            n=n,
+            experts=experts_of_all(num_experts, experts, comm),
+            slots=ids.shape[1],
+            dtype=x.dtype,
+            transfer_dtype=transfer,
+            activation=activation,
+            max_tokens=whole_number("max_tokens", max_tokens),
+            capacity=whole_number("capacity", capacity),
+            chunk_bytes=self.options.chunk_bytes,
+        )
+        self._shapes = w1.shape, w2.shape
+        self._key = self.asked, self.options
+
+    def check(self, x: Any, ids: Any, weights: Any, w1: Any, w2: Any) -> None:
+        """Refuse operands that are not as planned."""
+        asked = self.asked
+        operands.matrix("x", x)
+        for name, array, shape in (
+            ("x", x, (len(x), asked.h)),
+            ("w1", w1, self._shapes[0]),
+            ("w2", w2, self._shapes[1]),
+        ):
+            if array.shape != shape or array.dtype != asked.dtype:
+                raise ValueError(
+                    f"{name} has shape {array.shape} and dtype {array.dtype}: this plan is for "
+                    f"{shape} and {asked.dtype}; make another for other operands"
+                )
+        check_ids(ids, len(x))
+        if ids.shape[1] != asked.slots:
+            raise ValueError(
+                f"topk_idx has shape {ids.shape}: this plan is for {asked.slots} experts a token"
+            )
+        check_weights(weights, x.dtype, len(x), asked.slots)
+
+    def output(self, out: Any, arrays: Any, machine: Any) -> operands.Operand:
+        """Return what the result is written into: the caller's array, or a new one."""
+        inputs = list(zip(_NAMES, arrays, strict=True))
+        shape = len(arrays[0]), self.asked.n
+        return operands.output(out, shape, self.asked.dtype, inputs, machine, remedy="")
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Spec) and self._key == other._key
+
+
+def _shadows(arrays: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
+    if comm.target == "cuda":
+        raise errors.ConfigurationError(
+            "moe_layer does not run on GPUs yet: use Communicator(target='host')"
+        )
+    named = zip(_NAMES, arrays, strict=True)
+    return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)
