@@ -42,6 +42,8 @@ class Awaited(enum.IntEnum):
     PARTIAL = 6
     SUM = 7
     ROOM = 8
+    QUEUE = 9
+    SENT = 10
 
 
 _AWAITED = {
@@ -52,6 +54,8 @@ _AWAITED = {
     Awaited.PARTIAL: "the partial sums of {peer} for tile {index}",
     Awaited.SUM: "tile {index}, which {peer} adds",
     Awaited.ROOM: "room in the window, which compute agent {index} uses",
+    Awaited.QUEUE: "room for command {index} in the queue to the network",
+    Awaited.SENT: "the network to have sent command {index}",
 }
 
 

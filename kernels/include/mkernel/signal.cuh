@@ -15,7 +15,17 @@ enum class Called : u64 {
 };
 
 // What was waited for, and why in vain: the codes of Record.
-enum class Awaited : u64 { call = 1, arrival = 2, read = 3, turn = 4, partial = 6, sum = 7, room = 8 };
+enum class Awaited : u64 {
+    call = 1,
+    arrival = 2,
+    read = 3,
+    turn = 4,
+    partial = 6,
+    sum = 7,
+    room = 8,
+    queue = 9,  // room in the queue to the proxy
+    sent = 10,
+};
 enum class Reason : u64 { entry_timeout = 1, progress_timeout = 2, mismatch = 3, refused = 4, closed = 5, concurrent = 6 };
 
 constexpr u64 everyone = ~u64(0);

@@ -123,6 +123,30 @@ struct World {
     Trace* trace;             // of traced launches
 };
 
+// What a kernel asks of the proxy: lines of bytes are to be written to a peer's memory, and then a chunk of them counts as
+// arrived there. One cache line; the meaning of its fields is in channel.cuh.
+struct alignas(64) Command {
+    u64 number;  // 1 + its ticket: last, when the rest is there
+    u64 kind_and_lines;
+    u64 peer_and_chunk;
+    u64 generation;
+    u64 from;
+    u64 to;
+    u64 pitches;
+    u64 line_bytes;
+};
+
+// Commands on their way to the proxy, a thread of the host. Slots and what the proxy counts are in pinned host memory; who
+// is to write which slot is settled on the GPU.
+struct CommandQueue {
+    Command* slots;  // ticket t in slot t % capacity
+    u64 capacity;
+    u64* tickets;     // given out so far
+    u64* taken_seen;  // what an agent last saw of `taken`
+    u64* taken;       // by the proxy: their slots are free again
+    u64* sent;        // of them, from the first on: their bytes have been read, and may be overwritten
+};
+
 // How many agents each role gets.
 struct Split {
     u64 movers;
