@@ -21,14 +21,16 @@ class CommandQueue:
     ----------
     address : int
         Of the ``CommandQueue`` struct of types.cuh.
+    slots : numpy.ndarray
+        The words of the commands.
     """
 
     def __init__(self, capacity: int = 1024):
         mk = structs.shared()
-        self._slots = _lines(capacity)
-        self._counts = _lines(4)
+        self.slots = lines(capacity)
+        self._counts = lines(4)
         counts = (self._counts.ctypes.data + i * _LINE for i in range(4))
-        self._struct = mk.CommandQueue(self._slots.ctypes.data, capacity, *counts)
+        self._struct = mk.CommandQueue(self.slots.ctypes.data, capacity, *counts)
         self.address = ctypes.addressof(self._struct)
 
     @property
@@ -37,12 +39,17 @@ class CommandQueue:
         return int(self._counts[0, 0])
 
     @property
+    def taken(self) -> int:
+        """How many of them have left their slots."""
+        return int(self._counts[2, 0])
+
+    @property
     def sent(self) -> int:
         """How many of them, from the first on, are sent."""
         return int(self._counts[3, 0])
 
 
-def _lines(count: int) -> np.ndarray:
+def lines(count: int) -> np.ndarray:
     """Return cache lines of zeros."""
     raw = np.zeros(count * _LINE + _LINE, np.uint8)
     start = -raw.ctypes.data % _LINE

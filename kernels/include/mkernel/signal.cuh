@@ -26,7 +26,16 @@ enum class Awaited : u64 {
     queue = 9,  // room in the queue to the proxy
     sent = 10,
 };
-enum class Reason : u64 { entry_timeout = 1, progress_timeout = 2, mismatch = 3, refused = 4, closed = 5, concurrent = 6 };
+enum class Reason : u64 {
+    entry_timeout = 1,
+    progress_timeout = 2,
+    mismatch = 3,
+    refused = 4,
+    closed = 5,
+    concurrent = 6,
+    lost = 7,     // as a watcher sees it
+    network = 8,  // as a proxy sees it
+};
 
 constexpr u64 everyone = ~u64(0);
 

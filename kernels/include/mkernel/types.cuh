@@ -72,13 +72,22 @@ struct Record {
 
 // One page per rank in host memory that all ranks of the node map: it works also when a GPU or a rank does not.
 struct HostPage {
-    u64 abort;   // 0, or 1 + the rank whose record says why (+ 2^32: its watcher's record, not its kernel's)
+    u64 abort;   // 0, or 1 + the rank whose record says why (+ 2^32: its watcher's record, + 2^33: its proxy's)
     u64 beat;    // counted up ten times a second by the rank's watcher: its process runs
     u64 closed;  // the rank has closed its communicator; 2: and uses no memory of its peers any more
     u64 called;  // a signal: what the host does in place of a launch
     u64 digest;  // of what it has announced
     Record by_kernel;
     Record by_watcher;
+    Record by_proxy;
+    u64 card[8];  // the name of the network card that the proxy's record is about
+};
+
+// The first word of a rank to one on another node in every call, which the network brings.
+struct alignas(64) Letter {
+    u64 generation;
+    CallMessage message;
+    u64 reserved[3];
 };
 
 // A span of time that an agent, or a part of one, has recorded.
