@@ -50,7 +50,7 @@ class Network:
     queue : CommandQueue
         What kernels put their commands in.
     arrived : numpy.ndarray
-        A signal per rank, for its letter, and behind them one per chunk.
+        A signal per rank for its letter, one per rank for its receipt, and then one per chunk.
     letters : numpy.ndarray
         Bytes of ``Letter`` structs: that of this rank, and then two of each rank, by generation.
 
@@ -75,6 +75,7 @@ class Network:
         self._native.network_address_bytes.restype = ctypes.c_uint64
         self._native.network_context.restype = ctypes.c_void_p
         self.links, self.cards, self._software = tuple(links), tuple(cards), software
+        self.transport = transport
         paths = (soft.path(),) * 2 if software else ("libibverbs.so.1", "libefa.so.1")
         self._handle = ctypes.c_void_p()
         self._call(
@@ -86,7 +87,7 @@ class Network:
             *map(ctypes.c_uint64, (transport == "efa", _QUEUE_PAIRS, len(links))),
         )
         self.queue = CommandQueue()
-        self.arrived = np.zeros(size + MOST_CHUNKS, np.uint64)
+        self.arrived = np.zeros(2 * size + MOST_CHUNKS, np.uint64)
         letter = ctypes.sizeof(structs.shared().Letter)
         self._raw_letters = lines((1 + 2 * size) * letter // 64)
         self.letters = self._raw_letters.view(np.uint8).reshape(-1, letter)

@@ -21,6 +21,8 @@ class CommandQueue:
     ----------
     address : int
         Of the ``CommandQueue`` struct of types.cuh.
+    struct : ctypes.Structure
+        That itself.
     slots : numpy.ndarray
         The words of the commands.
     """
@@ -30,8 +32,8 @@ class CommandQueue:
         self.slots = lines(capacity)
         self._counts = lines(4)
         counts = (self._counts.ctypes.data + i * _LINE for i in range(4))
-        self._struct = mk.CommandQueue(self.slots.ctypes.data, capacity, *counts)
-        self.address = ctypes.addressof(self._struct)
+        self.struct = mk.CommandQueue(self.slots.ctypes.data, capacity, *counts)
+        self.address = ctypes.addressof(self.struct)
 
     @property
     def tickets(self) -> int:

@@ -25,6 +25,8 @@ enum class Awaited : u64 {
     room = 8,
     queue = 9,  // room in the queue to the proxy
     sent = 10,
+    network = 11,  // a chunk from another node
+    receipt = 12,  // of what was sent there
 };
 enum class Reason : u64 {
     entry_timeout = 1,
@@ -52,6 +54,8 @@ template <bool>
 class Courier;
 template <class>
 class Window;
+template <class>
+class Internode;
 
 // Proof that bytes are where they were to go, or that all have read what may now be overwritten: only those who copy,
 // or keep a window, make one, and raise() takes nothing less.
@@ -63,6 +67,8 @@ class Completed {
     friend class Courier;
     template <class>
     friend class Window;
+    template <class>
+    friend class Internode;
 };
 
 // One launch as one agent sees it: who waits, for which generation, and whether something has already failed.

@@ -111,27 +111,6 @@ struct Trace {
     TraceEvent* events;  // [(agent * parts + part) * capacity]
 };
 
-// A communicator, as its kernels see it. Arrays have one entry per rank.
-struct World {
-    u64 rank;
-    u64 size;
-    u64 entry_timeout_ns;     // 0: no limit
-    u64 progress_timeout_ns;  // 0: no limit
-    u64* generation;          // of the last kernel that ended well
-    u64* running;             // the generation of a kernel that has not ended well, or 0
-    u64* counters;            // two banks of 1 + size
-    u64* looked;              // when one of the waiting agents last looked at host memory for all
-    u64* failures;            // agents whose wait failed: the first one writes the record, and no launch follows
-    u64* bytes_from_peers;
-    Inbox* inbox;             // [peer]: what the peer tells this rank
-    Inbox** outbox;           // [peer]: this rank's inbox at the peer
-    HostPage** pages;
-    void** segments;          // [segment * size + rank]
-    u64 delay_seed;           // test hook: each agent starts up to delay_ns[its role] late
-    u64 delay_ns[4];
-    Trace* trace;             // of traced launches
-};
-
 // What a kernel asks of the proxy: lines of bytes are to be written to a peer's memory, and then a chunk of them counts as
 // arrived there. One cache line; the meaning of its fields is in channel.cuh.
 struct alignas(64) Command {
@@ -154,6 +133,44 @@ struct CommandQueue {
     u64* taken_seen;  // what an agent last saw of `taken`
     u64* taken;       // by the proxy: their slots are free again
     u64* sent;        // of them, from the first on: their bytes have been read, and may be overwritten
+};
+
+// The network, where there is more than one node. A rank sends to its gateways, one on each other node, and is a gateway
+// itself to its sources; what comes to a gateway is for all of its node.
+struct Network {
+    CommandQueue queue;
+    u64 gateway_count;
+    u64* gateways;
+    u64 source_count;
+    u64* sources;
+    u64* holders;     // [rank]: who of this node has what it sends: itself, or its gateway
+    u64* arrived;     // signals, raised by the proxy: [rank] its letter, [size + rank] its receipt, [2 size + chunk]
+    Letter* letters;  // that of this rank, and then [generation % 2][rank] of the others
+    u64 region;       // in which letters lie
+};
+
+// A communicator, as its kernels see it. Arrays have one entry per rank.
+struct World {
+    u64 rank;
+    u64 size;
+    u64 node_begin;  // the first rank of this node
+    u64 node_size;
+    Network* network;  // null if there is one node
+    u64 entry_timeout_ns;     // 0: no limit
+    u64 progress_timeout_ns;  // 0: no limit
+    u64* generation;          // of the last kernel that ended well
+    u64* running;             // the generation of a kernel that has not ended well, or 0
+    u64* counters;            // two banks of 1 + size
+    u64* looked;              // when one of the waiting agents last looked at host memory for all
+    u64* failures;            // agents whose wait failed: the first one writes the record, and no launch follows
+    u64* bytes_from_peers;
+    Inbox* inbox;             // [peer]: what the peer tells this rank
+    Inbox** outbox;           // [peer]: this rank's inbox at the peer
+    HostPage** pages;
+    void** segments;          // [segment * size + rank]
+    u64 delay_seed;           // test hook: each agent starts up to delay_ns[its role] late
+    u64 delay_ns[4];
+    Trace* trace;             // of traced launches
 };
 
 // How many agents each role gets.
@@ -190,6 +207,10 @@ struct LandingPlan {
     Matrix* rows;      // [rank]: where they land
     i64* first_chunk;  // [rank]: its first one in `arrived`
     u64* arrived;      // a signal per chunk
+    Place zone;        // where `rows` begin at every rank, if there is more than one node
+    Place relayed;     // and there a signal per chunk: it has come over the network to its gateway
+    u64 chunks;        // of all ranks
+    u64* writes;       // [chunk]: in how many writes it comes over the network
 };
 
 // What does not change from call to call of allgather_gemm.

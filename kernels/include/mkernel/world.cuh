@@ -1,4 +1,5 @@
-// Peers: the first message of a call, and where it says that their operands are.
+// Peers: the first message of a call, and where it says that their operands are. Only those of this node are reached by
+// loads and stores; what others say comes to their gateway here, which passes it on (internode.cuh).
 #pragma once
 
 #include "signal.cuh"
@@ -9,14 +10,29 @@ class Peers : public Context {
 public:
     using Context::Context;
 
-    // Tells every peer what this rank calls and where its operand is. One agent of the launch does it.
+    // The ranks that this one reaches, and itself.
+    MK_DEVICE Node node() const { return {world().node_begin, world().node_size}; }
+
+    // Tells every peer of this node what this rank calls and where its operand is. One agent of the launch does it.
     MK_DEVICE void announce(const CallMessage& message) {
-        for (u64 i = 1; i < size(); ++i) {
-            Inbox* there = world().outbox[(rank() + i) % size()];
+        for (u64 i = 1; i < node().size; ++i) {
+            Inbox* there = world().outbox[neighbour(i)];
             if (agent().lane() == 0) there->message = message;
             raise<Scope::system>(&there->called, u64(Called::ready));
         }
     }
+
+    // A gateway tells it for a rank of another node, to which its node has no other way.
+    MK_DEVICE void announce_for(u64 other, const CallMessage& message) {
+        for (u64 i = 0; i < node().size; ++i) {
+            Inbox* there = world().outbox[neighbour(i)] + other - rank();
+            if (agent().lane() == 0) there->message = message;
+            raise<Scope::system>(&there->called, u64(Called::ready));
+        }
+    }
+
+    // Who of this node has what a rank shows: itself, or its gateway.
+    MK_DEVICE u64 holder(u64 peer) const { return world().network ? world().network->holders[peer] : peer; }
 
     // Waits until the peer has made the same call. False also if it makes another one, or has refused.
     MK_DEVICE bool await_call(u64 peer, u64 digest) {
@@ -43,13 +59,16 @@ public:
     // its message with the next before all have seen it.
     MK_DEVICE bool greet(const CallMessage& message) {
         announce(message);
-        for (u64 i = 1; i < size(); ++i) {
-            const u64 peer = (rank() + i) % size();
+        for (u64 i = 1; i < node().size; ++i) {
+            const u64 peer = neighbour(i);
             if (!await_call(peer, message.digest)) return false;
             have_read(peer, 1);
         }
         return live();
     }
+
+    // The one that is i steps further around the ring of this node.
+    MK_DEVICE u64 neighbour(u64 i) const { return ring_rank(rank(), i, size(), node()); }
 
     MK_DEVICE const CallMessage& message_of(u64 peer) const { return world().inbox[peer].message; }
 
@@ -71,8 +90,8 @@ public:
         agent().sync();
         if (!live() || agent().lane() != 0) return;
         if (fetch_add(counter(0), 1) + 1 != agent().count()) return;
-        for (u64 i = 1; i < size(); ++i) {
-            u64 peer = (rank() + i) % size();
+        for (u64 i = 1; i < node().size; ++i) {
+            u64 peer = neighbour(i);
             Subject read{Awaited::read, peer, 0};
             if (!wait(agent().alone(), &world().inbox[peer].read, 1, read)) return;
         }

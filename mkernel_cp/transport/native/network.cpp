@@ -16,9 +16,9 @@ struct Shared {
     CommandQueue* queue;
     u64 rank;
     u64 size;
-    u64* arrived;    // signals: [rank] for letters, and then [chunk]
+    u64* arrived;    // signals: [rank] for letters, [rank] for receipts, and then [chunk]
     u64 arrivals;    // so many words
-    Letter* letters;  // [generation % 2][rank]
+    Letter* letters;  // [generation % 2][rank] of peers
     HostPage** pages;
 };
 
@@ -28,9 +28,9 @@ struct Region {
     std::vector<u64> there;       // keys, per card
 };
 
-class Network {
+class Proxy {
 public:
-    Network(const char* verbs, const char* efa, const std::string& names, bool is_efa, unsigned queue_pairs, unsigned links)
+    Proxy(const char* verbs, const char* efa, const std::string& names, bool is_efa, unsigned queue_pairs, unsigned links)
         : library_(verbs, is_efa ? efa : "") {
         for (size_t begin = 0; begin <= names.size();) {
             const size_t end = std::min(names.find(',', begin), names.size());
@@ -39,7 +39,7 @@ public:
         }
     }
 
-    ~Network() {
+    ~Proxy() {
         stop();
         for (auto& region : own_) forget(region.second);
     }
@@ -78,7 +78,7 @@ public:
     void start(const Shared& shared) {
         shared_ = shared;
         reader_.reset(new CommandReader(*shared_.queue));
-        thread_ = std::thread(&Network::run, this);
+        thread_ = std::thread(&Proxy::run, this);
     }
 
     void stop() {
@@ -298,8 +298,8 @@ private:
         u64 generation = generation_;
         if (place < shared_.size) {
             generation = shared_.letters[bits % 2 * shared_.size + place].generation;
-        } else {
-            const u64 chunk = place - shared_.size;
+        } else if (place >= 2 * shared_.size) {
+            const u64 chunk = place - 2 * shared_.size;
             if (chunk >= chunks_ || came_[chunk] >= writes_[chunk]) return fail(index, 0, IBV_WC_BAD_RESP_ERR, place);
             if (++came_[chunk] < writes_[chunk]) return;
         }
@@ -362,7 +362,7 @@ int told(char* text, u64 room, Work work) {
     }
 }
 
-Network& of(void* network) { return *static_cast<Network*>(network); }
+Proxy& of(void* network) { return *static_cast<Proxy*>(network); }
 
 }  // namespace
 
@@ -371,7 +371,7 @@ MK_EXPORT int network_open(void** network, const char* verbs, const char* efa, c
                            u64 queue_pairs, u64 links, char* text, u64 room) {
     return told(text, room, [&] {
         if (queue_pairs < 1 || queue_pairs > most_queue_pairs) throw std::runtime_error("too many queue pairs");
-        *network = new Network(verbs, efa, names, is_efa, unsigned(queue_pairs), unsigned(links));
+        *network = new Proxy(verbs, efa, names, is_efa, unsigned(queue_pairs), unsigned(links));
     });
 }
 
@@ -408,4 +408,4 @@ MK_EXPORT int network_start(void* network, const void* shared, char* text, u64 r
 MK_EXPORT void* network_context(void* network, u64 card) { return of(network).cards().at(card)->context; }
 
 // Ends the thread, and then all that it used.
-MK_EXPORT void network_close(void* network) { delete static_cast<Network*>(network); }
+MK_EXPORT void network_close(void* network) { delete static_cast<Proxy*>(network); }
