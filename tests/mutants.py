@@ -20,6 +20,8 @@ QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
 SUMS = ("test_interleavings.py", "test_failure.py", "test_reductions.py")
 SANITIZED = ("test_thread_sanitizer.py",)
 ATTENTION = ("test_ring_attention.py",)
+NETWORK = ("test_channel.py", "test_network.py")
+NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 
 
 class Mutant(NamedTuple):
@@ -281,6 +283,64 @@ MUTANTS = {
         "unit_.head + index % plan_.group",
         ATTENTION,
     ),
+    "queue: room": Mutant(H + "channel.cuh", "if (!await_slot()) return false;", "", NETWORK),
+    "queue: commands in whole": Mutant(
+        H + "channel.cuh",
+        "store_release<Scope::system>(&slot.number, last_);",
+        "store_relaxed(&slot.number, last_);",
+        SANITIZED,
+    ),
+    "network: counted": Mutant(
+        "native/network.cpp",
+        "if (++came_[chunk] < writes_[chunk]) return;",
+        "if (++came_[chunk] > 1) return;",
+        NETWORK,
+    ),
+    "network: immediate before the data": Mutant(
+        "native/network.cpp",
+        "ibv_sge pieces[batch];\n        for (u64 i = 0; i < count; ++i) {\n"
+        "            const u64 line = order.posted + i;",
+        "ibv_sge pieces[batch];\n        for (u64 i = 0; i < count; ++i) {\n"
+        "            const u64 line = order.lines - order.posted - i;",
+        NETWORK,
+    ),
+    "network: sent when posted": Mutant(
+        "native/network.cpp",
+        "if (--flight(number).left == 0) publish();",
+        "flight(number).left = 0, publish();",
+        NETWORK,
+    ),
+    "network: generation of letters": Mutant(
+        "native/network.cpp",
+        "generation = shared_.letters[bits % 2 * shared_.size + place].generation;",
+        "",
+        NETWORK,
+    ),
+    "nodes: rows before the call": Mutant(
+        H + "internode.cuh",
+        "if (launch_.await_call(gateway, message.digest)) send_rows",
+        "send_rows",
+        NODES,
+    ),
+    "nodes: gate of the network": Mutant(
+        H + "internode.cuh",
+        "if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, source, "
+        "u64(chunk.index)})) return false;",
+        "(void)arrived;",
+        NODES,
+    ),
+    "nodes: chunks that the gateway has": Mutant(
+        H + "internode.cuh",
+        "return launch_.wait(launch_.agent(), relayed(launch_.rank(), chunk), 1, arrival);",
+        "return (void)arrival, true;",
+        NODES,
+    ),
+    "nodes: receipt": Mutant(
+        H + "internode.cuh",
+        "launch_.wait(launch_.agent(), &network_.arrived[launch_.size() + gateway], 1, receipt);",
+        "(void)receipt;",
+        NODES,
+    ),
 }
 
 
@@ -307,7 +367,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "cache")
-        for tests in (QUICK, SUMS, SANITIZED, ATTENTION):
+        for tests in (QUICK, SUMS, SANITIZED, ATTENTION, NETWORK, NODES):
             result = run(original, tests, cache)
             if result.returncode:
                 print(result.stdout[-4000:], result.stderr[-2000:])
@@ -317,6 +377,7 @@ def main() -> int:
             mutant = MUTANTS[name]
             folder = Path(scratch) / str(number)
             shutil.copytree(original, folder)
+            shutil.copytree(compiler.native_dir(), folder / "native")
             file = folder / mutant.file
             text = file.read_text()
             if text.count(mutant.old) != 1:

@@ -13,12 +13,13 @@ from mkernel_cp import compiler
 from mkernel_cp.transport.queue import CommandQueue
 
 PROGRAMS = Path(__file__).parent / "programs"
-NATIVE = Path(mk.__file__).parent / "transport" / "native"
 
 
 def post(commands, agents, capacity, *, burst, rest_ns, lanes=1, seed=0, timeout=30.0):
     """Have agents post commands to a consumer that rests; return what it and the rank say."""
-    consumer = compiler.host_library(PROGRAMS / "commands.cpp", extra_include=[NATIVE])
+    consumer = compiler.host_library(
+        PROGRAMS / "commands.cpp", extra_include=[compiler.native_dir()]
+    )
     queue, found = CommandQueue(capacity), []
     written = np.zeros(commands, np.uint64)
 

@@ -184,6 +184,22 @@ def test_letters_say_their_generation_themselves(connect, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sent_means_read(connect, transport):
+    """What is published as sent may be overwritten, however slow the link is."""
+    one, other = connect(transport, rate=0.02)
+    other.enter([1] * 8)
+    one.enter([])
+    one.data[:] = 5
+    for chunk in range(8):
+        one.write(1, chunk, chunk * 20_000, 1, 20_000, 20_000, 20_000)
+    one.await_sent()
+    one.data[:] = 6
+    for chunk in range(8):
+        other.await_chunk(chunk)
+    assert (other.data[:160_000] == 5).all()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_commands_that_come_faster_than_the_link_takes_them(connect, transport):
     one, other = connect(transport, rate=0.02)
     count, run = 2_000, 64

@@ -52,7 +52,8 @@ class Network:
     arrived : numpy.ndarray
         A signal per rank for its letter, one per rank for its receipt, and then one per chunk.
     letters : numpy.ndarray
-        Bytes of ``Letter`` structs: that of this rank, and then two of each rank, by generation.
+        Bytes of ``Letter`` structs: that of this rank, then two of each rank, by generation, and
+        one that nobody reads.
 
     Raises
     ------
@@ -71,7 +72,7 @@ class Network:
         cards: Sequence[str],
         software: bool,
     ):
-        self._native = compiler.host_library(soft.NATIVE / "network.cpp")
+        self._native = compiler.host_library(compiler.native_dir() / "network.cpp")
         self._native.network_address_bytes.restype = ctypes.c_uint64
         self._native.network_context.restype = ctypes.c_void_p
         self.links, self.cards, self._software = tuple(links), tuple(cards), software
@@ -89,7 +90,7 @@ class Network:
         self.queue = CommandQueue()
         self.arrived = np.zeros(2 * size + MOST_CHUNKS, np.uint64)
         letter = ctypes.sizeof(structs.shared().Letter)
-        self._raw_letters = lines((1 + 2 * size) * letter // 64)
+        self._raw_letters = lines((2 + 2 * size) * letter // 64)
         self.letters = self._raw_letters.view(np.uint8).reshape(-1, letter)
         self._pages = np.array(pages, np.uint64)
         self._shared = _Shared(

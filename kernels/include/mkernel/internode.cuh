@@ -28,7 +28,6 @@ public:
             if (launch_.await_call(gateway, message.digest)) send_rows(gateway, message, written);
         }
         for (u64 i = 0; i < network_.gateway_count; ++i) await_receipt(network_.gateways[i]);
-        channel_.flush();
         for (u64 i = 1; i < launch_.node().size; ++i) launch_.have_read(launch_.neighbour(i), launch_.readers());
     }
 
@@ -38,7 +37,7 @@ public:
         for (Range phase : landing_.phases())
             for (u64 i = 0; i < network_.source_count; ++i) pass_on_rows(network_.sources[i], phase);
         for (u64 i = 0; i < network_.source_count && launch_.live(); ++i)
-            post_letter(network_.sources[i], launch_.size() + launch_.rank(), 0, Completed());
+            post_letter(network_.sources[i], launch_.size() + launch_.rank(), 1 + 2 * launch_.size(), Completed());
         channel_.flush();
     }
 
@@ -49,7 +48,7 @@ public:
     }
 
 private:
-    // In what a rank has for letters: its own, and then two of each rank.
+    // In what a rank has for letters: its own, two of each rank, and room for receipts, which nobody reads.
     MK_DEVICE u64 letter_of(u64 rank) const { return 1 + launch_.generation() % 2 * launch_.size() + rank; }
 
     // This rank's letter; as a receipt it only has to arrive.
@@ -58,6 +57,7 @@ private:
         channel_.post({to, number, {region, 0}, {region, place * size}, size, size, 1, size}, written);
     }
 
+    // All that was sent to a gateway has been read here, then, and may be overwritten.
     MK_DEVICE void await_receipt(u64 gateway) {
         // Of everyone: the gateway may be gone when it has sent it.
         const Subject receipt{Awaited::receipt, everyone, gateway};
