@@ -37,7 +37,7 @@ def post(commands, agents, capacity, *, burst, rest_ns, lanes=1, seed=0, timeout
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     counts = worlds.run(1, program, progress_timeout=timeout)[0]
-    thread.join(20)
+    thread.join(3)
     return found, counts
 
 

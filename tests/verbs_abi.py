@@ -64,8 +64,10 @@ def compare(folder):
 
 def fetch(folder):
     """Return the include folder of the distribution's packages, unpacked and not installed."""
-    for package in PACKAGES:
-        subprocess.run(["apt-get", "-qq", "download", package], cwd=folder, check=True)
+    download = ["apt-get", "-qq", "download", *PACKAGES]
+    if subprocess.run(download, cwd=folder).returncode:
+        subprocess.run(["apt-get", "-qq", "update"], check=True)
+        subprocess.run(download, cwd=folder, check=True)
     for file in Path(folder).glob("*.deb"):
         subprocess.run(["dpkg", "-x", file, folder], check=True)
     return Path(folder, "usr", "include")
