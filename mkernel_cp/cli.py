@@ -10,12 +10,13 @@ from typing import Any
 
 from . import __version__
 from .bench.records import RESULTS
-from .commands import bench, compile, demo, doctor, job, run
+from .commands import bench, compile, demo, doctor, job, run, tune
 from .plan import DTYPES
 
 _DESCRIPTION = """\
-Fused kernels for programs that run under mpirun. `demo`, `run` and `bench` are started as every MPI
-program: mpirun -n 4 mkernel-cp demo. `doctor` names the launcher that fits, and what is missing."""
+Fused kernels for programs that run under mpirun. `demo`, `run`, `bench` and `tune` are started as
+every MPI program: mpirun -n 4 mkernel-cp demo. `doctor` names the launcher that fits, and what is
+missing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,15 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "PyTorch async-TP and cuBLASMp, as far as they are installed. efficiency = floor / fused, "
         "and floor is the longer of compute and transfer.",
     )
-    operator.add_argument(
-        "--shape",
-        type=bench.shape,
-        action="append",
-        metavar="M,K,N",
-        help="rows of all ranks, K, columns of each rank; may be given several times",
-    )
-    operator.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES], default="bfloat16")
-    operator.add_argument("--quick", action="store_true", help="only a few shapes")
+    _add_measured(operator)
     operator.add_argument(
         "--repeat",
         type=bench.repeats,
@@ -103,6 +96,20 @@ def _parser() -> argparse.ArgumentParser:
     operator.add_argument("--plot", metavar="PATH", help="draw a chart; needs matplotlib")
     operator.set_defaults(program=bench.allgather_gemm)
 
+    command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
+    operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
+    operator = operators.add_parser(
+        "allgather-gemm",
+        help="its tiles, movers and chunks",
+        description="Measure tiles, movers and chunks for some shapes. What is faster than the "
+        "cost model's choices is kept for later calls on such GPUs with as many ranks.",
+    )
+    _add_measured(operator)
+    operator.add_argument(
+        "--output", metavar="PATH", help="the table (default: beside the cache of compiled code)"
+    )
+    operator.set_defaults(program=tune.allgather_gemm)
+
     command = commands.add_parser(
         "compile", help="compile the kernels for a GPU ahead of a job; needs no GPU"
     )
@@ -117,6 +124,19 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("doctor", help="tell what this machine has and lacks, and what mends it")
     return parser
+
+
+def _add_measured(operator: Any) -> None:
+    """Add what says which shapes are measured."""
+    operator.add_argument(
+        "--shape",
+        type=bench.shape,
+        action="append",
+        metavar="M,K,N",
+        help="rows of all ranks, K, columns of each rank; may be given several times",
+    )
+    operator.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES], default="bfloat16")
+    operator.add_argument("--quick", action="store_true", help="only a few shapes")
 
 
 def _add_run(operators: Any, program: Callable[..., int], how: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import errors, lifetime, settings, structs
+from . import errors, lifetime, settings, structs, tuning
 from .failure import Awaited, Reason, Role
 from .host_pages import (
     ANNOUNCED,
@@ -185,6 +185,7 @@ class Communicator:
             self._settle(*asked, entry_timeout, progress_timeout, oversubscribe)
             self._choose_machine(device, oversubscribe)
             self._share_pages()
+            self._share_tuning()
             self._self_test()
             if self.num_nodes > 1:
                 self._open_network()
@@ -306,7 +307,8 @@ class Communicator:
         self._arena: Arena | None = None
         self._agreements: dict[int, Any] = {}
         self._pulse: dict[int, tuple[int, float]] = {}
-        self.plans: dict[Any, Any] = {}
+        self.plans: dict[Any, Any] = {}  # by what was asked for
+        self.answers: dict[Any, Any] = {}  # the same, by the arrays and arguments of calls
         self._kernels: dict[Any, Any] = {}
         self.hooks = TestHooks()
         self._make_world()
@@ -340,6 +342,12 @@ class Communicator:
 
         tickets = self.mpi.allgather(self._together(create))
         return self._together(lambda: machine.open(created[0], tickets, lambda peer: None))
+
+    def _share_tuning(self) -> None:
+        """Take the choices that rank 0 knows of, so that all have the same."""
+        card = tuning.card_of(self.device)
+        known = self._together(lambda: self.rank == 0 and tuning.load(card, self.size))
+        self.tuning = tuning.Table(self.mpi.allgather(known)[0])
 
     def _make_world(self) -> None:
         """Fill in the struct by which kernels know this communicator."""

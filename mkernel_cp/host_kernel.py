@@ -55,8 +55,8 @@ class HostKernel:
         self._simulate = getattr(library, f"{name}_simulate")
         self._simulate.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
-    def capacity(self, shared_bytes: int) -> int:
-        """Return how many agents with so much shared memory may run at a time."""
+    def capacity(self, shared_bytes: int, processors: int | None = None) -> int:
+        """Return how many agents with so much shared memory may run at a time; no GPU limits it."""
         return 1 << 16
 
     @staticmethod

@@ -34,7 +34,8 @@ class Options:
     Parameters
     ----------
     split : tuple of int, optional
-        (movers, compute): agents per role. Without movers compute agents do their work too.
+        (movers, compute): agents per role; None for compute means as many as there is room and
+        work for. Without movers compute agents do their work too.
     tile : tuple of int, optional
         (rows, columns, k) of what an agent computes at a time, each at least 1.
     chunk_bytes : int, optional
@@ -42,40 +43,54 @@ class Options:
     transfer_dtype : data-type, optional
         Of partial sums on their way to the rank that adds them: that of the operands (default), or
         float32 for 16-bit operands. All ranks must give the same.
+    tf32 : bool, optional
+        Round float32 operands to 11 bits of significand as they are multiplied, which GPUs do many
+        times as fast; sums stay in float32. All ranks must give the same.
+    sm_budget : int, optional
+        How many multiprocessors of a GPU a call takes at most, so that other kernels have the rest.
+        Nothing on the host target.
 
     Examples
     --------
     >>> mk.allgather_gemm(a, b, comm=comm, options=mk.Options(split=(2, 6)))
     """
 
-    split: tuple[int, int] | None = None
+    split: tuple[int, int | None] | None = None
     tile: tuple[int, int, int] | None = None
     chunk_bytes: int | None = None
     transfer_dtype: Any = None
+    tf32: bool = False
+    sm_budget: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tf32, bool | np.bool_):
+            raise TypeError(f"Options(tf32={self.tf32!r}): use True or False")
         if self.transfer_dtype is not None:
             object.__setattr__(self, "transfer_dtype", np.dtype(self.transfer_dtype))
         for name, length in (("split", 2), ("tile", 3)):
             value = getattr(self, name)
             if value is not None:
                 try:
-                    value = tuple(operator.index(extent) for extent in value)
+                    free = name == "split" and len(value) == length and value[1] is None
+                    given = value[:1] if free else value
+                    value = tuple(operator.index(extent) for extent in given)
                 except TypeError:
                     raise TypeError(f"Options({name}={value!r}): use {length} integers") from None
                 least = (0, 1) if name == "split" else (1,) * length
-                if len(value) != length or not all(
-                    low <= extent <= 1024 for low, extent in zip(least, value, strict=True)
+                if len(value) != length - free or not all(
+                    low <= extent <= 1024 for low, extent in zip(least, value, strict=False)
                 ):
                     raise ValueError(
                         f"Options({name}={value}): use {length} numbers from {least} to 1024"
                     )
-                object.__setattr__(self, name, value)
-        if self.chunk_bytes is not None:
-            if not isinstance(self.chunk_bytes, int | np.integer):
-                raise TypeError(f"Options(chunk_bytes={self.chunk_bytes!r}): use an integer")
-            if self.chunk_bytes < 1:
-                raise ValueError(f"Options(chunk_bytes={self.chunk_bytes}): use at least 1")
+                object.__setattr__(self, name, (*value, None) if free else value)
+        for name in ("chunk_bytes", "sm_budget"):
+            value = getattr(self, name)
+            if value is not None:
+                if not isinstance(value, int | np.integer):
+                    raise TypeError(f"Options({name}={value!r}): use an integer")
+                if value < 1:
+                    raise ValueError(f"Options({name}={value}): use at least 1")
 
 
 def check_dtype(name: str, dtype: np.dtype) -> np.dtype:
@@ -101,10 +116,17 @@ def cpp_type(dtype: np.dtype) -> str:
 
 
 def type_defines(
-    dtype: np.dtype, out_dtype: np.dtype, transfer_dtype: np.dtype | None = None
+    dtype: np.dtype,
+    out_dtype: np.dtype,
+    transfer_dtype: np.dtype | None = None,
+    *,
+    tf32: bool = False,
 ) -> dict[str, str]:
     """Return the macros that say a kernel's dtypes; a transfer dtype where it has one."""
-    defines = {"MK_TYPE": cpp_type(dtype), "MK_OUT_TYPE": cpp_type(out_dtype)}
+    defines = {
+        "MK_TYPE": "tfloat32" if tf32 else cpp_type(dtype),
+        "MK_OUT_TYPE": cpp_type(out_dtype),
+    }
     return defines | ({"MK_TRANSFER_TYPE": cpp_type(transfer_dtype)} if transfer_dtype else {})
 
 
@@ -322,6 +344,7 @@ _HOPPER_TILES = (
     (128, 128, 1, 0.9),
     (128, 64, 1, 0.6),
 )
+HOPPER_TILES = tuple((*shape[:2], _HOPPER_GATE) for shape in _HOPPER_TILES)
 _HOPPER_TILE_K = 700  # of k, what the start and the end of a tile take as long as
 
 
@@ -350,10 +373,12 @@ def hopper_tile(
         found = [t for t in _HOPPER_TILES if (rows, columns) == t[:2] and gate % 64 == 0]
         return _hopper_tile(*options.tile, found[0][2], ranks, gpu.shared_bytes) if found else None
 
+    processors = min(gpu.processors, options.sm_budget or gpu.processors)
+
     def cost(candidate: tuple[int, int, int, float]) -> float:
         rows, columns, cluster, rate = candidate
         tiles = sum(math.ceil(count / rows) for count in row_counts) * math.ceil(n / columns)
-        waves = math.ceil(tiles / (gpu.processors // cluster))
+        waves = math.ceil(tiles / max(1, processors // cluster))
         return waves * rows / cluster * columns * (k + _HOPPER_TILE_K) / rate
 
     rows, columns, cluster, _ = min(_HOPPER_TILES, key=cost)
@@ -450,6 +475,8 @@ class GemmPlan(PlanFile):
         (movers, compute): agents per role.
     shared_bytes : int
         Scratch memory of an agent.
+    tf32 : bool
+        Whether operands are rounded as they are multiplied.
     """
 
     rank: int
@@ -464,6 +491,7 @@ class GemmPlan(PlanFile):
     cluster: int
     split: tuple[int, int]
     shared_bytes: int
+    tf32: bool
 
     @property
     def m(self) -> int:
@@ -484,8 +512,8 @@ class GemmPlan(PlanFile):
         clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
         return (
             f"{self.operator}: ({self.m}, {self.k}) @ ({self.k}, {self.n}) "
-            f"{self.dtype.name} -> {self.out_dtype.name}, rank {self.rank} of "
-            f"{len(self.row_counts)}, rows {list(self.row_counts)}",
+            f"{self.dtype.name} -> {self.out_dtype.name}{tf32_text(self.tf32)}, rank "
+            f"{self.rank} of {len(self.row_counts)}, rows {list(self.row_counts)}",
             f"target {self.target}, engine {self.engine}: tile {self.tile}, "
             f"{self.split[1]} compute agents{clusters}",
         )
@@ -579,7 +607,7 @@ class AllGatherGemmPlan(GemmPlan):
     @property
     def options(self) -> Options:
         """What makes an operator choose this plan again."""
-        return Options(self.split, self.tile, self.chunk_bytes)
+        return Options(self.split, self.tile, self.chunk_bytes, tf32=self.tf32)
 
     @property
     def memory(self) -> int:
@@ -640,7 +668,7 @@ class GemmReduceScatterPlan(GemmPlan):
     @property
     def options(self) -> Options:
         """What makes an operator choose this plan again."""
-        return Options(self.split, self.tile, transfer_dtype=self.transfer_dtype)
+        return Options(self.split, self.tile, transfer_dtype=self.transfer_dtype, tf32=self.tf32)
 
     @property
     def memory(self) -> int:
@@ -694,6 +722,11 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
             f"{'s' * (self.stripes > 1)} of {self.stripe_columns} columns, and stored by "
             f"{self._movers()}"
         )
+
+
+def tf32_text(tf32: bool) -> str:
+    """Return what is said of operands that are rounded as they are multiplied."""
+    return ", multiplied as tf32" if tf32 else ""
 
 
 def tile_counts(row_counts: tuple[int, ...], n: int, tile: tuple[int, int, int]) -> tuple[int, ...]:
@@ -778,6 +811,7 @@ def plan_allgather_gemm(
         nodes=nodes or (ranks,),
         split=split,
         shared_bytes=chosen.shared_bytes(dtype, out_dtype),
+        tf32=options.tf32,
     )
 
 
@@ -820,20 +854,20 @@ def choose_split(
     `beside`: what movers do, a compute agent can do beside its work, if its engine has a part for
     that.
     """
-    if options.split:
-        movers, compute = options.split
-    elif chosen.engine == "hopper":
-        # A warp of each block moves.
-        movers = 0 if beside or ranks == 1 else round_up(most_movers, chosen.cluster)
-        clusters = min((capacity - movers) // chosen.cluster, max(1, tiles))
-        compute = clusters * chosen.cluster
-    elif chosen.engine == "host":
-        cores = len(os.sched_getaffinity(0))
-        movers, compute = 1, max(1, min(2, cores // ranks, tiles))
-    else:
-        movers = max(1, min(capacity // 2, most_movers))
-        compute = max(1, min(capacity - (movers if ranks > 1 else 0), tiles))
-    split = (0 if ranks == 1 else movers, compute)
+    movers, compute = options.split or (None, None)
+    if movers is None:
+        if chosen.engine == "hopper":
+            # A warp of each block moves.
+            movers = 0 if beside else round_up(most_movers, chosen.cluster)
+        else:
+            movers = 1 if chosen.engine == "host" else max(1, min(capacity // 2, most_movers))
+    movers = 0 if ranks == 1 else movers
+    if compute is None:
+        room = max(1, (capacity - movers) // chosen.cluster)
+        if chosen.engine == "host":
+            room = max(1, min(2, len(os.sched_getaffinity(0)) // ranks))
+        compute = min(room, max(1, tiles)) * chosen.cluster
+    split = movers, compute
     if chosen.engine == "host":
         return split
     if chosen.engine == "portable" and ranks > 1 and not movers:
@@ -847,8 +881,14 @@ def choose_split(
             "multiples of that"
         )
     if sum(split) > capacity:
+        if options.split:
+            raise ValueError(
+                f"Options(split={options.split}): {capacity} agents run at a time, on the GPU or "
+                "within sm_budget; use fewer"
+            )
         raise ValueError(
-            f"Options(split={options.split}): the GPU runs {capacity} agents at a time; use fewer"
+            f"Options(sm_budget={options.sm_budget}): {capacity} agents run at a time, and this "
+            f"call needs {sum(split)}; use more multiprocessors"
         )
     return split
 
@@ -898,6 +938,7 @@ def plan_reduction(
         cluster=chosen.cluster,
         split=split,
         shared_bytes=chosen.shared_bytes(dtype, accumulator_dtype(dtype)),
+        tf32=options.tf32,
         part=chosen.part,
         zones=reduction_zones(kind, row_counts, n, out_dtype, transfer_dtype, chosen),
         **more,

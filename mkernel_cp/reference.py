@@ -11,7 +11,8 @@ once to the output type (``u_out``) is::
     u_out * |ref_ij|  +  4 * sqrt(K) * u_acc * ||a_i||_2 * ||b_j||_2  +  underflow
 
 where the last term is half the smallest subnormal of the output type, and half that of the
-accumulator for each of the K products. The worst case over all roundings is
+accumulator for each of the K products; and ``2 * u_in * ||a_i||_2 * ||b_j||_2`` where float32
+operands are rounded to tf32 (``u_in = 2**-11``). The worst case over all roundings is
 ``K * u_acc * |a_i|.|b_j|`` to first order [1]_, far above what is ever seen and too weak to notice
 a lost term. Roundings that behave like independent random variables of mean zero give
 ``lambda * sqrt(K) * u_acc * |a_i|.|b_j|`` with high probability, in any order of summation [2]_;
@@ -252,7 +253,11 @@ class Expected:
 
 
 def allgather_gemm(
-    a_blocks: Sequence[np.ndarray], b: np.ndarray, dtype: DTypeLike | None = None
+    a_blocks: Sequence[np.ndarray],
+    b: np.ndarray,
+    dtype: DTypeLike | None = None,
+    *,
+    tf32: bool = False,
 ) -> Expected:
     """Product of the rows of all ranks with one rank's matrix.
 
@@ -264,6 +269,8 @@ def allgather_gemm(
         The rank's own matrix, of the type of the blocks; N_r may be 0.
     dtype : dtype, optional
         Type of the output: that of the operands (default), or float32 for 16-bit operands.
+    tf32 : bool, optional
+        Whether float32 operands may be rounded to 11 bits of significand as they are multiplied.
 
     Returns
     -------
@@ -308,7 +315,7 @@ def allgather_gemm(
         value = _accurate_product(a64, b64) if b.dtype == _FLOAT64 else a64 @ b64
         bound = (
             unit_roundoff(output) * np.abs(value)
-            + _accumulation_bound(a64, b64, accumulator_dtype(b.dtype))
+            + _accumulation_bound(a64, b64, accumulator_dtype(b.dtype), tf32)
             + float(ml_dtypes.finfo(output).smallest_subnormal) / 2
         )
     return Expected(value, np.where(np.isfinite(value), bound, 0.0), output)
@@ -321,6 +328,8 @@ def gemm_reduce_scatter(
     rank: int = 0,
     out_dtype: DTypeLike | None = None,
     transfer_dtype: DTypeLike | None = None,
+    *,
+    tf32: bool = False,
 ) -> Expected:
     """One rank's rows of the sum over ranks of ``a @ b``.
 
@@ -338,6 +347,8 @@ def gemm_reduce_scatter(
         Type of the output: that of the operands (default), or float32 for 16-bit operands.
     transfer_dtype : dtype, optional
         Type of a partial sum that crosses a link; likewise.
+    tf32 : bool, optional
+        As for `allgather_gemm`.
 
     Returns
     -------
@@ -383,7 +394,7 @@ def gemm_reduce_scatter(
         for step, (a, b) in enumerate(zip(a64, b64, strict=True)):
             partial = a @ b
             total += partial
-            bound += _accumulation_bound(a, b, accumulator)
+            bound += _accumulation_bound(a, b, accumulator, tf32)
             if step > 0:
                 bound += unit_roundoff(accumulator) * np.abs(total)
             if step > 0 and transfer != accumulator:
@@ -397,12 +408,14 @@ def gemm_allreduce(
     b_blocks: Sequence[np.ndarray],
     out_dtype: DTypeLike | None = None,
     transfer_dtype: DTypeLike | None = None,
+    *,
+    tf32: bool = False,
 ) -> Expected:
     """The whole sum over ranks of ``a @ b``, each row as the rank that adds it has it.
 
     Parameters
     ----------
-    a_blocks, b_blocks, out_dtype, transfer_dtype
+    a_blocks, b_blocks, out_dtype, transfer_dtype, tf32
         As for `gemm_reduce_scatter`.
 
     Returns
@@ -421,7 +434,7 @@ def gemm_allreduce(
     array([[6.]])
     """
     parts = [
-        gemm_reduce_scatter(a_blocks, b_blocks, None, rank, out_dtype, transfer_dtype)
+        gemm_reduce_scatter(a_blocks, b_blocks, None, rank, out_dtype, transfer_dtype, tf32=tf32)
         for rank in range(max(1, len(a_blocks)))
     ]
     value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))
@@ -446,6 +459,7 @@ def _check_terms(a_blocks: list[np.ndarray], b_blocks: list[np.ndarray]) -> np.d
     return blocks[0].dtype
 
 
+_TF32_ROUNDOFF = 2.0**-11
 # Fixed by the emulation in tests/test_reference.py, which gets to two thirds of what it allows.
 _ATTENTION_GROWTH = 2.0
 
@@ -621,10 +635,15 @@ def _output_dtype(operands: np.dtype, requested: DTypeLike | None) -> np.dtype:
     return output
 
 
-def _accumulation_bound(a: np.ndarray, b: np.ndarray, accumulator: np.dtype) -> np.ndarray:
-    """``4 sqrt(K) u ||a_i|| ||b_j||``, and half a subnormal for each product that underflows."""
+def _accumulation_bound(
+    a: np.ndarray, b: np.ndarray, accumulator: np.dtype, tf32: bool
+) -> np.ndarray:
+    """``4 sqrt(K) u ||a_i|| ||b_j||``, and half a subnormal for each product that underflows.
+
+    With ``2 u_in ||a_i|| ||b_j||`` besides, where operands are rounded to tf32.
+    """
     k = a.shape[1]
-    growth = 4 * np.sqrt(k) * unit_roundoff(accumulator)
+    growth = 4 * np.sqrt(k) * unit_roundoff(accumulator) + 2 * _TF32_ROUNDOFF * tf32
     underflow = k * float(ml_dtypes.finfo(accumulator).smallest_subnormal) / 2
     return np.multiply.outer(growth * _norms(a, axis=1), _norms(b, axis=0)) + underflow
 

@@ -17,7 +17,9 @@ from mkernel_cp import compiler
 
 TESTS = Path(__file__).parent
 QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
-SUMS = ("test_interleavings.py", "test_failure.py", "test_reductions.py")
+INTERLEAVINGS = ("test_interleavings.py",)
+FAILURES = ("test_failure.py",)
+SUMS = ("test_reductions.py",)
 SANITIZED = ("test_thread_sanitizer.py",)
 ATTENTION = ("test_ring_attention.py",)
 NETWORK = ("test_channel.py", "test_network.py")
@@ -159,7 +161,7 @@ MUTANTS = {
         H + "schedule.cuh",
         "- before;\n            forth_",
         "- before + 1;\n            forth_",
-        SUMS,
+        INTERLEAVINGS,
     ),
     "order of sums": Mutant(
         H + "reduction.cuh",
@@ -179,7 +181,7 @@ MUTANTS = {
         H + "reduction.cuh",
         WAIT_FOR_PARTIALS,
         "if ((void)partial, !launch.live())",
-        SUMS,
+        INTERLEAVINGS,
     ),
     "wait for partial sums, sanitized": Mutant(
         H + "reduction.cuh",
@@ -191,19 +193,19 @@ MUTANTS = {
         H + "reduction.cuh",
         "return launch.await_call(part.source, plan_->digest);",
         "return launch.live();",
-        SUMS,
+        INTERLEAVINGS,
     ),
     "push after a failure": Mutant(
         H + "reduction.cuh",
         "if (!launch.live()) return Writes().complete(launch.agent());",
         "",
-        SUMS,
+        FAILURES,
     ),
     "NaN in place of a sum": Mutant(
         H + "reduction.cuh",
         "if (!launch.live()) this->fill(agent, piece, not_a_number<T>());\n        else if",
         "if",
-        SUMS,
+        INTERLEAVINGS,
     ),
     "partial sums in the output's type": Mutant(
         "gemm_reduce_scatter.cu", "Push<PartialType>(plan)", "Push<Type>(plan)", SUMS
@@ -215,16 +217,16 @@ MUTANTS = {
         "                 Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),\n"
         "                 [](Launch self, Scratch) { return self.live(); });\n"
         "        multiply(launch, plan, p, of_peers(),",
-        SUMS,
+        INTERLEAVINGS,
     ),
     "greeting": Mutant(
-        H + "world.cuh", "if (!await_call(peer, message.digest)) return false;", "", SUMS
+        H + "world.cuh", "if (!await_call(peer, message.digest)) return false;", "", FAILURES
     ),
     "wait for sums": Mutant(
         H + "reduction.cuh",
         "if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))",
         "if ((void)sum, !launch.live())",
-        SUMS,
+        INTERLEAVINGS,
     ),
     "attention: gate wait": Mutant(
         H + "attention.cuh",
@@ -367,7 +369,7 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "cache")
-        for tests in (QUICK, SUMS, SANITIZED, ATTENTION, NETWORK, NODES):
+        for tests in dict.fromkeys(MUTANTS[name].tests for name in names):
             result = run(original, tests, cache)
             if result.returncode:
                 print(result.stdout[-4000:], result.stderr[-2000:])

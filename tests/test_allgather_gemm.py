@@ -5,6 +5,7 @@ import worlds
 from shapes import DTYPES, Case, cases, operands
 
 import mkernel_cp as mk
+from mkernel_cp.operators import operands as operators
 from mkernel_cp.operators.operands import Operand
 
 CASES = [
@@ -39,6 +40,38 @@ def test_equals_reference(case):
             worlds.expected(case, seed, comm.rank).assert_close(out, f"rank {comm.rank}")
 
     worlds.run(case.world, program)
+
+
+@pytest.mark.operator(world=2)
+@pytest.mark.parametrize(("a_order", "b_order"), ["CC", "CF", "FC", "FF"])
+def test_operands_may_be_rounded_to_tf32(a_order, b_order):
+    orders = {"a_order": a_order, "b_order": b_order}
+    case = Case("tf32", (70, 33), 100, (45, 129), "float32", "float32", **orders)
+
+    def program(comm):
+        options = mk.Options(tf32=True)
+        a_blocks, b_blocks = operands(case, 5)
+        expected = mk.reference.allgather_gemm(a_blocks, b_blocks[comm.rank], tf32=True)
+        out = call(comm, case, 5, options=options)
+        expected.assert_close(out)
+        assert worlds.expected(case, 5, comm.rank).check(out) > 1  # it is not plain float32
+        exact = call(comm, case, 6, options=options, integers=True)
+        expected = worlds.expected(case, 6, comm.rank, integers=True)
+        np.testing.assert_array_equal(exact, expected.value)
+
+    worlds.run(2, program)
+
+
+@pytest.mark.operator(world=2)
+def test_a_call_keeps_to_a_budget_of_multiprocessors():
+    def program(comm):
+        a, b = (worlds.put(comm, np.ones((500, 500), np.float16)) for _ in "ab")
+        for budget in (8, 10_000):
+            with mk.AllGatherGemm(a, b, comm=comm, options=mk.Options(sm_budget=budget)) as step:
+                np.testing.assert_array_equal(worlds.get(comm, step(a, b)), 500)
+                assert comm.target == "host" or budget > 8 or sum(step.plan.split) <= 8
+
+    worlds.run(2, program)
 
 
 @pytest.mark.operator(world=2)
@@ -317,6 +350,7 @@ WRONG = {
     "out of another shape": (ValueError, "the result has", A, B, {"out": np.ones((8, 6))}),
     "out of another dtype": (TypeError, "dtype=", A, B, {"out": np.ones((8, 5), np.float32)}),
     "options": (TypeError, "Options", A, B, {"options": {"tile": 3}}),
+    "tf32 of float64": (TypeError, "float32", A, B, {"options": mk.Options(tf32=True)}),
     "a mask": (TypeError, "masked", np.ma.masked_array(A), B, {}),
 }
 
@@ -351,6 +385,36 @@ def test_read_only_broadcast_and_overlapping_outputs_are_refused():
             mk.allgather_gemm(square, room[:8], comm=comm, out=room[4:])
 
     worlds.run(2, program)
+
+
+@pytest.mark.parametrize("row_counts", [None, (8,), [8]], ids=str)
+def test_a_question_that_is_asked_again_is_not_checked_again(monkeypatch, row_counts):
+    """As on GPUs, where arrays have an address that says it all."""
+
+    def key(machine, *arrays):
+        return tuple((x.ctypes.data, x.shape, x.strides, x.dtype) for x in arrays)
+
+    monkeypatch.setattr("mkernel_cp.targets.host.HostTarget.key", key)
+    checks = []
+    matrix = operators.matrix
+    monkeypatch.setattr(operators, "matrix", lambda *x: checks.append(x) or matrix(*x))
+
+    def program(comm):
+        a, out, other = np.ones((8, 6)), np.zeros((8, 5)), np.zeros((8, 5))
+        for step in range(4):
+            checks.clear()
+            a[...] = step
+            mk.allgather_gemm(a, B, comm=comm, row_counts=row_counts, out=out)
+            np.testing.assert_array_equal(out, 6 * step)
+            hashable = not isinstance(row_counts, list)
+            assert (checks == []) is (hashable and step > 0)
+        np.testing.assert_array_equal(
+            mk.allgather_gemm(a, B, comm=comm, row_counts=row_counts, out=other), out
+        )
+        with pytest.raises(ValueError, match="row_counts"):
+            mk.allgather_gemm(a, B, comm=comm, row_counts=(9,), out=out)
+
+    worlds.run(1, program)
 
 
 def test_a_plan_refuses_other_operands():

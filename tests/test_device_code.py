@@ -18,7 +18,7 @@ KERNELS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
 # Bytes that a thread may keep in memory for want of registers. Where all warps of a block have the
 # same number, consumers of a tile lack a few between panels. What sums over ranks keep from one
 # round of tiles to the next is still too much.
-MAY_SPILL = {("allgather_gemm", "sm_80"): 64}
+MAY_SPILL = {("allgather_gemm", "sm_80"): 96}
 NO_LIMIT = KERNELS[1:]
 ARCHITECTURES = ("sm_80", "sm_90a")
 TYPES = [
@@ -27,6 +27,7 @@ TYPES = [
     ("float16", "float16"),
     ("float16", "float"),
     ("float", "float"),
+    ("tfloat32", "float"),
     ("double", "double"),
 ]
 # No macro at all: as plain cupy.RawModule compiles it.

@@ -225,6 +225,7 @@ def test_plans_are_values():
         {"tile": (64, 2000, 64)},
         {"chunk_bytes": 0},
         {"chunk_bytes": -5},
+        {"sm_budget": 0},
     ],
     ids=str,
 )
@@ -244,6 +245,9 @@ def test_wrong_options_are_named(keywords):
         {"chunk_bytes": 1e5},
         {"chunk_bytes": 1.5},
         {"chunk_bytes": "1000"},
+        {"sm_budget": 8.0},
+        {"tf32": 1},
+        {"tf32": None},
     ],
     ids=str,
 )
@@ -374,6 +378,23 @@ def test_plans_of_sums_are_explained_and_kept(kind, tmp_path):
 
 
 H100 = plans.Gpu("sm_90a", 132, 232448)
+
+
+def test_a_budget_of_multiprocessors_that_is_too_small_is_named():
+    case = 1, (64, 64), 50, 30, *[np.dtype(np.float32)] * 2, False
+    plan = plans.plan_allgather_gemm(*case, mk.Options(sm_budget=2), H100, 2)
+    assert sum(plan.split) == 2
+    with pytest.raises(ValueError, match=r"sm_budget=1\): 1 agents .* needs 2"):
+        plans.plan_allgather_gemm(*case, mk.Options(sm_budget=1), H100, 1)
+
+
+def test_a_small_budget_of_multiprocessors_gets_other_tiles_of_hopper():
+    def tile(budget):
+        options = mk.Options(sm_budget=budget)
+        return plans.hopper_tile((64,) * 4, 4096, options, H100, 4096).tile[:2]
+
+    assert tile(None) == tile(1000)
+    assert tile(None) != tile(8)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,6 +87,26 @@ def test_small_integers_are_exact(operator, case):
     worlds.run(case.world, program)
 
 
+@pytest.mark.operator(world=2)
+def test_operands_may_be_rounded_to_tf32(operator):
+    counts = mk.reference.array_split_counts(101, 2)
+    case = ReductionCase(
+        "tf32", counts, 70, (45, 129), "float32", "float32", transfer_dtype="float32"
+    )
+
+    def program(comm):
+        a_blocks, b_blocks = reduction_operands(case, 5)
+        own = (worlds.put(comm, blocks[comm.rank]) for blocks in (a_blocks, b_blocks))
+        out = worlds.get(comm, call(operator, comm, *own, options=mk.Options(tf32=True)))
+        for tf32 in (True, False):
+            whole = mk.reference.gemm_allreduce(a_blocks, b_blocks, tf32=tf32)
+            rows = share(operator, comm, counts)
+            part = mk.reference.Expected(whole.value[rows], whole.bound[rows], whole.dtype)
+            assert (part.check(out) <= 1) is tf32
+
+    worlds.run(2, program)
+
+
 @pytest.mark.operator
 @pytest.mark.parametrize("size", worlds.SIZES)
 @pytest.mark.parametrize("transfer", ["bfloat16", "float32"])

@@ -157,7 +157,7 @@ def test_plans_of_a_gpu_use_it_and_no_more():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (mk.Options(split=(100, 100)), "runs 132 agents"),
+        (mk.Options(split=(100, 100)), "132 agents run"),
         (mk.Options(tile=(100, 128, 64)), "powers of two"),
         (mk.Options(tile=(128, 16, 64)), "at least"),
         (mk.Options(tile=(1024, 256, 64)), "at most 512"),

@@ -127,6 +127,21 @@ def test_spans_of_a_thread_nest(example):
             ends.append(end)
 
 
+def test_chunks_are_dealt_to_all_who_move(tmp_path):
+    """However few come from each peer."""
+
+    def program(comm):
+        a, b = np.ones((1, 8)), np.ones((8, 5))
+        with mk.trace(tmp_path / "trace.json"):
+            mk.allgather_gemm(a, b, comm=comm, options=mk.Options((3, 1)))
+
+    worlds.run(4, program)
+    file = json.loads((tmp_path / "trace.json").read_text())
+    copies = collections.Counter((span["pid"], span["tid"]) for span in spans(file, "copy"))
+    assert set(copies.values()) == {1}
+    assert len(copies) == 4 * 3
+
+
 def test_copied_bytes_are_the_plans(example):
     plans, _, file = example
     for rank, plan in enumerate(plans):

@@ -19,6 +19,9 @@ from mkernel_cp.plan import Options
 
 SIZES = (1, 2, 3, 4)
 
+# A byte that makes NaN, and one that makes numbers, of every type.
+NAN, NUMBER = 0xFF, 0x40
+
 # The ranks that mpirun started, where the shared bodies run on GPUs.
 gpu_world = None
 
@@ -108,11 +111,20 @@ def different_options(comm, dtype):
     return [None, Options((2, 2), None, 1000), Options(tile=tile)]
 
 
-def poison(comm):
-    """Fill the data of this rank's arena with NaN, so that what has not arrived shows."""
+def poison(comm, byte=NAN):
+    """Fill the data of this rank's arena, by default with NaN: what has not arrived shows."""
     if comm.arena is not None:
-        start = comm.arena.data_offset_for(comm.arena.signals)
-        comm.segments[comm.arena.number].bytes[start:] = 0xFF
+        _arena_data(comm)[...] = byte
+
+
+def poisoned(comm):
+    """Whether nothing has come to this rank's arena since."""
+    return bool((_arena_data(comm) == NAN).all())
+
+
+def _arena_data(comm):
+    start = comm.arena.data_offset_for(comm.arena.signals)
+    return comm.segments[comm.arena.number].bytes[start:]
 
 
 def chaos(comm, *, seed, lanes=1, delay_ns=(0, 0)):

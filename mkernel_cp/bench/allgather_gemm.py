@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from .. import reference
@@ -16,6 +15,7 @@ from ..errors import Error
 from ..operators.allgather_gemm import AllGatherGemm, allgather_gemm
 from . import baselines, timing
 from .baselines import Operands
+from .data import normal
 from .link import link_rate
 from .timing import Call
 
@@ -210,11 +210,7 @@ class AllGatherGemmBench:
         return Operands(own, whole, b, machine.empty((m, n), dtype), counts)
 
     def _normal(self, seed: int, shape: tuple[int, int]) -> Any:
-        wide = np.float64 if self._dtype == np.float64 else np.float32
-        values = self._numpy.random.default_rng(seed).standard_normal(shape, dtype=wide)
-        if self._dtype == ml_dtypes.bfloat16:  # cut off: not every CuPy converts to it
-            return (values.view(np.uint32) >> 16).astype(np.uint16).view(self._dtype)
-        return values.astype(self._dtype)
+        return normal(self._numpy, self._dtype, seed, shape)
 
     def _sample(self, one: Operands) -> _Sample:
         """Return what to look at: rows of every rank, at its borders too, and some columns."""

@@ -16,6 +16,7 @@ from .. import __version__
 from ..communicator import Communicator
 from ..errors import ConfigurationError, Error
 from ..plan import DTYPES
+from ..tuning import card_of
 
 RESULTS = Path(__file__).parent / "results"
 """Where the package's own results lie, one file per operator."""
@@ -61,7 +62,7 @@ def make_record(
         "nodes": comm.num_nodes,
         "target": comm.target,
         "engine": plan["engine"],
-        "card": comm.device.partition("(")[2].removesuffix(")") or comm.device,
+        "card": card_of(comm.device),
         "floor_ms": floor,
         "efficiency": floor / found["fused_ms"],
         "plan": plan,

@@ -14,21 +14,23 @@ from .job import say
 OPERATORS = (("allgather_gemm", False), ("gemm_reduce_scatter", True), ("gemm_allreduce", True))
 
 
+_FLOAT32 = np.dtype(np.float32)
+
+
 def compile_kernels(arguments: argparse.Namespace) -> int:
     """Compile every operator for every dtype and the default tile; return the exit code."""
     start, before = time.monotonic(), compiler.compile_count()
     chosen = [one for one in OPERATORS if arguments.operator in (None, one[0])]
-    jobs = list(itertools.product(chosen, plan.DTYPES, (None, np.float32)))
+    kinds = [(dtype, dtype, False) for dtype in plan.DTYPES]
+    kinds += [(dtype, _FLOAT32, dtype == _FLOAT32) for dtype in plan.DTYPES if dtype.itemsize < 8]
     kernels = 0
     try:
-        for (name, sums), dtype, requested in jobs:
-            if requested is not None and dtype.itemsize > 2:
-                continue
-            out_dtype = plan.output_dtype(dtype, requested)
+        for (name, sums), (dtype, out_dtype, tf32) in itertools.product(chosen, kinds):
+            transfer_dtype = dtype if sums else None
             compiler.cubin(
                 compiler.kernel_source(name),
                 arguments.arch,
-                defines=plan.type_defines(dtype, out_dtype, dtype if sums else None),
+                defines=plan.type_defines(dtype, out_dtype, transfer_dtype, tf32=tf32),
             )
             kernels += 1
     except (CompileError, ConfigurationError, ValueError) as error:

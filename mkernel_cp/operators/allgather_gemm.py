@@ -92,6 +92,9 @@ class _Spec(GemmSpec):
         super().__init__(a, b, dtype, options)
         self.row_counts = operands.counts("row_counts", row_counts, len(a), comm.rank, comm.size)
         self.out_shape = (sum(self.row_counts), self.n)
+        self.options = comm.tuning.fill(
+            self.options, "allgather_gemm", self.dtype.name, self.out_shape[0], self.k, self.n
+        )
 
 
 class AllGatherGemm(GemmOperator):
@@ -132,7 +135,8 @@ class AllGatherGemm(GemmOperator):
 
     def _agreed_text(self) -> str:
         spec, chunk = self._spec, self._spec.options.chunk_bytes
-        tail = "" if chunk is None else f", chunk_bytes={chunk}"
+        tail = plans.tf32_text(spec.options.tf32)
+        tail += "" if chunk is None else f", chunk_bytes={chunk}"
         return (
             f"allgather_gemm(row_counts={list(spec.row_counts)}, K={spec.k}, "
             f"{spec.dtype.name} -> {spec.out_dtype.name}{tail})"

@@ -1,6 +1,7 @@
 """What the operators that multiply have in common: a call, its checks, and its launch."""
 
 import abc
+import contextlib
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..communicator import Arena, Communicator
 from ..kernel import Kernel
 from . import operands
 
-# Triples of operands for which a call need not be prepared again.
+# Calls, by their arrays, that need not be prepared again.
 _MOST_READY = 64
 
 
@@ -48,6 +49,10 @@ class GemmSpec:
         if options is not None and not isinstance(options, plans.Options):
             raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
         self.options = options or plans.Options()
+        if self.options.tf32 and self.dtype != np.float32:
+            raise TypeError(
+                f"Options(tf32=True) with operands of {self.dtype}: it rounds float32; leave it out"
+            )
 
     def _key(self) -> tuple:
         return (
@@ -95,21 +100,33 @@ class GemmOperator(abc.ABC):
         """Make one call: plan it, unless that was done before, and run it."""
         operands.check_communicator(comm)
         with comm.calling(f"{cls.function}()"), comm.machine.on(stream):
-            cls._refuse_nodes(comm)
-            own, other = _pair(a, b, comm)
-            spec = cls.spec_type(own, other, comm, **asked)
-            step = comm.plans.get(spec)
+            key = _key(comm, a, b, out)
+            question = (cls, key, *asked.values())
+            step = None if key is None else _answered(comm, question)
             if step is None:
-                result = _output(out, spec, own, other, comm)
-                try:
-                    step = comm.plans[spec] = cls.__new__(cls)
-                    step._set_up(spec, comm, own, other)
-                except BaseException as error:
-                    comm.plans.pop(spec, None)
-                    if isinstance(error, errors.Error) and out is not None and comm.closed:
-                        comm.machine.fill(result.array, np.nan)
-                    raise
-            return step(a, b, out=out)
+                step = cls._step_for(a, b, comm, out, asked)
+                if key is not None:
+                    _remember(comm.answers, question, step)
+            return step._run(a, b, out, key)
+
+    @classmethod
+    def _step_for(cls, a: Any, b: Any, comm: Communicator, out: Any, asked: dict[str, Any]) -> Any:
+        """Return the plan for a call; made by its first one."""
+        cls._refuse_nodes(comm)
+        own, other = _pair(a, b, comm)
+        spec = cls.spec_type(own, other, comm, **asked)
+        step = comm.plans.get(spec)
+        if step is None:
+            result = _output(out, spec, own, other, comm)
+            try:
+                step = comm.plans[spec] = cls.__new__(cls)
+                step._set_up(spec, comm, own, other)
+            except BaseException as error:
+                comm.plans.pop(spec, None)
+                if isinstance(error, errors.Error) and out is not None and comm.closed:
+                    comm.machine.fill(result.array, np.nan)
+                raise
+        return step
 
     def _plan(
         self, a: Any, b: Any, comm: Communicator, out: Any, stream: Any, **asked: Any
@@ -137,7 +154,7 @@ class GemmOperator(abc.ABC):
         self._kernel, capacity = self._load(self._a_by_columns), 0
         if comm.machine.gpu is not None:
             capacity = self._kernel.capacity(
-                self._tile.shared_bytes(spec.dtype, self._staged_dtype())
+                self._tile.shared_bytes(spec.dtype, self._staged_dtype()), spec.options.sm_budget
             )
         self.plan = self._make_plan(capacity)
         self._bind(comm.arena)
@@ -177,7 +194,8 @@ class GemmOperator(abc.ABC):
 
     def _type_defines(self) -> dict[str, str]:
         """Return the macros that say what the kernel's dtypes are."""
-        return plans.type_defines(self._spec.dtype, self._spec.out_dtype)
+        spec = self._spec
+        return plans.type_defines(spec.dtype, spec.out_dtype, tf32=spec.options.tf32)
 
     # --- kernel and structs -----------------------------------------------------------------------
 
@@ -220,21 +238,20 @@ class GemmOperator(abc.ABC):
         if comm is None:
             raise ValueError("this plan is closed: make another")
         with comm.calling(self._what), comm.machine.on(stream):
-            ready = self._ready_for(a, b, out)
-            if ready is None:
-                return self._call(a, b, out)
-            comm.machine.begin()
-            comm.machine.hold(self._arrays, a, b, out)
-            comm.run(self._kernel, ready, self._what)
-            return out
+            return self._run(a, b, out, _key(comm, a, b, out))
 
-    def _ready_for(self, a: Any, b: Any, out: Any) -> Any:
-        """Return what was prepared for an earlier call with the same arrays, if it still holds."""
-        if out is None or self._arena is not self._comm.arena:
-            return None
-        return self._ready.get(self._comm.machine.key(a, b, out))
+    def _run(self, a: Any, b: Any, out: Any, key: Any) -> Any:
+        """Make a call; `key` stands for its arrays, with which it may have been made before."""
+        comm = self._comm
+        ready = self._ready.get(key) if self._arena is comm.arena else None
+        if ready is None:
+            return self._prepare_and_run(a, b, out, key)
+        comm.machine.begin()
+        comm.machine.hold(self._arrays, a, b, out)
+        comm.run(self._kernel, ready, self._what)
+        return out
 
-    def _call(self, a: Any, b: Any, out: Any) -> Any:
+    def _prepare_and_run(self, a: Any, b: Any, out: Any, key: Any) -> Any:
         comm, machine, spec = self._comm, self._comm.machine, self._spec
         own, other = (operands.Operand(*pair, machine) for pair in (("a", a), ("b", b)))
         spec.check(own.shadow, other.shadow)
@@ -253,11 +270,8 @@ class GemmOperator(abc.ABC):
         finally:
             if target is not result:
                 machine.copy(result.array, target.array)
-        key = out is not None and machine.key(a, b, out)
-        if key and used == (own, other, result):
-            if len(self._ready) == _MOST_READY:
-                self._ready.clear()
-            self._ready[key] = request
+        if key is not None and used == (own, other, result):
+            _remember(self._ready, key, request)
         return result.array if out is None else out
 
     def prepare(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> tuple[Any, Any]:
@@ -326,6 +340,26 @@ class GemmOperator(abc.ABC):
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
+
+
+def _key(comm: Communicator, a: Any, b: Any, out: Any) -> Any:
+    """Return what stands for the arrays of a call that may be repeated; None if none can be."""
+    return None if out is None else comm.machine.key(a, b, out)
+
+
+def _answered(comm: Communicator, question: tuple[Any, ...]) -> Any:
+    """Return the plan of an earlier call that asked the same of the same arrays."""
+    try:
+        return comm.answers.get(question)
+    except TypeError:  # a list of row counts, say, has no hash: it may be another now
+        return None
+
+
+def _remember(to: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(to) == _MOST_READY:
+        to.clear()
+    with contextlib.suppress(TypeError):
+        to[key] = value
 
 
 def _pair(a: Any, b: Any, comm: Communicator) -> tuple[np.ndarray, np.ndarray]:

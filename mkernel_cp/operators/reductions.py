@@ -48,7 +48,8 @@ class ReductionOperator(GemmOperator):
     def _agreed_text(self) -> str:
         spec = self._spec
         transfer = spec.transfer_dtype
-        tail = "" if transfer == spec.dtype else f", partial sums as {transfer.name}"
+        tail = plans.tf32_text(spec.options.tf32)
+        tail += "" if transfer == spec.dtype else f", partial sums as {transfer.name}"
         return (
             f"{self.function}(row_counts={list(spec.row_counts)}, N={spec.n}, {spec.dtype.name} -> "
             f"{spec.out_dtype.name}, tile={self._tile.tile[:2]}{tail})"
@@ -88,7 +89,9 @@ class ReductionOperator(GemmOperator):
 
     def _type_defines(self) -> dict[str, str]:
         spec = self._spec
-        return plans.type_defines(spec.dtype, spec.out_dtype, spec.transfer_dtype)
+        return plans.type_defines(
+            spec.dtype, spec.out_dtype, spec.transfer_dtype, tf32=spec.options.tf32
+        )
 
     def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
         return self._readable("a", a, self._a_by_columns)

@@ -635,8 +635,22 @@ class Kernel:
         (value,) = _check(driver, driver.cuFuncGetAttribute(attribute, self._function))
         return value
 
-    def capacity(self, shared_bytes: int) -> int:
-        """Return how many agents with so much shared memory the GPU runs at a time."""
+    def capacity(self, shared_bytes: int, processors: int | None = None) -> int:
+        """Return how many agents with so much shared memory the GPU runs at a time.
+
+        Parameters
+        ----------
+        shared_bytes : int
+        processors : int, optional
+            Multiprocessors that may be used. Default: all.
+        """
+        whole = self._capacity(shared_bytes)
+        if processors is None or processors >= self._gpu.processors:
+            return whole
+        share = whole * processors // self._gpu.processors
+        return max(1, share // self._cluster) * self._cluster
+
+    def _capacity(self, shared_bytes: int) -> int:
         driver, function = self._driver, self._function
         if shared_bytes > self._gpu.shared_bytes:
             return 0

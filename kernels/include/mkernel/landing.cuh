@@ -37,14 +37,17 @@ public:
     }
 
     // visit(chunk) for one agent's share of a rank's chunks of a phase, until it returns false. Rows that are multiplied
-    // together, `together` at a time, come together: all of them with some of k before any with the next.
+    // together, `together` at a time, come together: all of them with some of k before any with the next. Chunks are dealt
+    // on from where the last time ended, so that all agents are busy however few there are at a time.
     template <class Visit>
-    MK_DEVICE void each_of(u64 source, Range phase, i64 together, u64 agent, u64 agents, Visit visit) const {
+    MK_DEVICE void each_of(u64 source, Range phase, i64 together, u64 agent, u64 agents, Visit visit) {
         const u32 panels = u32(ceil_div(plan_.k, plan_.chunk_k)), first = u32(phase.begin / plan_.chunk_k);
         const u32 last = u32(ceil_div(phase.end, plan_.chunk_k)), depth = (last < panels ? last : panels) - first;
         const u32 blocks = u32(ceil_div(rows_of(source), plan_.chunk_rows));
         const u32 group = u32(ceil_div(together, plan_.chunk_rows));
-        for (u32 i = u32(agent); i < blocks * depth; i += u32(agents)) {
+        const u32 members = u32(agents);
+        u32 i = (u32(agent) + members - next_) % members;
+        for (; i < blocks * depth; i += members) {
             const u32 begin = i / (group * depth) * group, height = blocks - begin < group ? blocks - begin : group;
             const u32 row = begin + (i - begin * depth) % height, panel = first + (i - begin * depth) / height;
             const Range rows = block(row, plan_.chunk_rows, rows_of(source)), k = block(panel, plan_.chunk_k, plan_.k);
@@ -52,6 +55,7 @@ public:
                              plan_.first_chunk[source] + i64(row) * panels + panel}))
                 return;
         }
+        next_ = (next_ + blocks * depth) % members;
     }
 
     // Where a rank's rows land.
@@ -110,6 +114,7 @@ private:
     Launch& launch_;
     const LandingPlan& plan_;
     u64 pulled_ = 0;  // bytes
+    u32 next_ = 0;    // the member that gets the first chunk of the next pull
     struct {
         u32 source, first_row, last_row, first_k, last_k;
     } known_ = {~u32(0), 0, 0, 0, 0};

@@ -142,6 +142,9 @@ MK_DEVICE void load_shared(float4& to, u32 address) {
                  : "r"(address)
                  : "memory");
 }
+MK_DEVICE void load_shared(float& to, u32 address) {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(to) : "r"(address) : "memory");
+}
 MK_DEVICE void load_shared(double& to, u32 address) {
     asm volatile("ld.shared.f64 %0, [%1];" : "=d"(to) : "r"(address) : "memory");
 }
@@ -164,6 +167,16 @@ MK_DEVICE void mma<bfloat16>(float* c, const u32* a, const u32* b) {
 template <>
 MK_DEVICE void mma<float16>(float* c, const u32* a, const u32* b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The same for tfloat32, 16 x 8 x 8. a: rows group and group + 8 of column member, then of column member + 4; b: rows
+// member and member + 4 of column group.
+template <>
+MK_DEVICE void mma<tfloat32>(float* c, const u32* a, const u32* b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -59,7 +59,7 @@ public:
     // Lane 0's verdict, to all lanes; also orders what lane 0 acquired before what they read next.
     MK_DEVICE bool broadcast(bool verdict) const {
         if (lanes_ == 1) return verdict;
-        if (lanes_ > 32) return __syncthreads_or(lane_ == 0 && verdict);
+        if (lanes_ != 32) return __syncthreads_or(lane_ == 0 && verdict);
         verdict = __shfl_sync(~0u, verdict, 0);
         __syncwarp();  // a shuffle alone orders no memory
         return verdict;
@@ -218,6 +218,13 @@ MK_DEVICE u16 bfloat16_from_float(float value) {
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
+}
+
+// To nearest, ties away from zero; the result is a float.
+MK_DEVICE float tfloat32_from_float(float value) {
+    u32 bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+    return __uint_as_float(bits);
 }
 
 MK_DEVICE u32 bits_of(float value) { return __float_as_uint(value); }

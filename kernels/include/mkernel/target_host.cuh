@@ -136,6 +136,13 @@ inline u16 bfloat16_from_float(float value) {
     return u16(nan ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// To nearest, ties away from zero.
+inline float tfloat32_from_float(float value) {
+    u32 bits = bits_of(value);
+    bool special = (bits & 0x7f800000) == 0x7f800000;
+    return float_of(special ? bits : (bits + 0x1000) & 0xffffe000);
+}
+
 inline u16 half_from_float(float value) {
     u32 magnitude = bits_of(value) & 0x7fffffff;
     u16 sign = u16(bits_of(value) >> 16 & 0x8000);

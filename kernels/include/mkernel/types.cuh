@@ -9,11 +9,13 @@ namespace mk {
 
 struct float16 { u16 bits; };
 struct bfloat16 { u16 bits; };
+struct tfloat32 { float value; };  // a float of which products use 11 bits of the significand
 
 MK_DEVICE float widen(float value) { return value; }
 MK_DEVICE double widen(double value) { return value; }
 MK_DEVICE float widen(float16 value) { return float_from_half(value.bits); }
 MK_DEVICE float widen(bfloat16 value) { return float_of(u32(value.bits) << 16); }
+MK_DEVICE float widen(tfloat32 value) { return tfloat32_from_float(value.value); }
 
 // The type in which products of T are summed.
 template <class T> struct AccumulatorOf { using Type = float; };

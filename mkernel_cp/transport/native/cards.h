@@ -327,9 +327,9 @@ private:
                IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
                    IBV_QP_MIN_RNR_TIMER,
                "RTR");
-        // 67 ms, eight times over; a receiver that is not ready is waited for.
+        // 268 ms, eight times over; a receiver that is not ready is waited for.
         attr.qp_state = IBV_QPS_RTS, attr.sq_psn = first_number_;
-        attr.timeout = 14, attr.retry_cnt = 7, attr.rnr_retry = 7, attr.max_rd_atomic = 1;
+        attr.timeout = 16, attr.retry_cnt = 7, attr.rnr_retry = 7, attr.max_rd_atomic = 1;
         modify(qp, attr,
                IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC, "RTS");
     }

@@ -1,4 +1,5 @@
-// The engine of GPUs from sm_80 on: mma.sync for bfloat16, float16 and float64, fused multiply-adds for float32.
+// The engine of GPUs from sm_80 on: mma.sync for bfloat16, float16, tfloat32 and float64, fused multiply-adds for
+// float32.
 // A block is twelve warps that meet in shared memory:
 //   producers  four warps: have asynchronous copies fill one slot of a ring after another with a panel of A and of B.
 //              Thread 0 asks the gate, and tells the consumers which tile comes next
@@ -70,6 +71,8 @@ template <class T>
 MK_DEVICE u32 permutation(u32 line) {
     return sizeof(T) == 8 ? line / 2 % 2 * 4 + (line ^ line / 4) % 2 * 2 : line / (sizeof(T) / 2) % 8;
 }
+template <>
+MK_DEVICE u32 permutation<tfloat32>(u32 line) { return (line ^ line / 4) % 4 * 2; }
 
 // One operand's part of a panel: `extent` rows of A or columns of B, by `depth` terms. Lines run along k or across it.
 // Where an element lies is linear in the bits of its line and of its place in it. So a thread works out its own part
@@ -239,7 +242,47 @@ private:
     MK_DEVICE u32 last() const { return lane / 16 * 8; }
 };
 
-// Rows and columns may come in any order: here a thread has neighbours, and loads them at once if they are in a line.
+// Terms may come in any order: here a thread has neighbours, and loads them at once if they are in a line.
+template <>
+struct Lane<tfloat32> {
+    static constexpr u32 depth = 8, unroll = 3;
+    struct Factor { u32 words[4]; };  // a term of a row (or column) and of the one 8 further; then the next term
+    u32 lane;
+
+    template <bool is_a, class Panel>
+    MK_DEVICE u32 own_outer() const { return lane / 4; }
+    template <bool is_a, class Panel>
+    MK_DEVICE u32 own_k() const { return lane % 4 * 2; }
+
+    template <bool is_a, class Panel>
+    static MK_DEVICE Factor load(u32 own, u32 outer, u32 k) {
+        Factor factor;
+        MK_UNROLL
+        for (u32 i = 0; i < 2; ++i) {
+            float2 terms;
+            if (Panel::along_k) {
+                ptx::load_shared(terms, Panel::further_of(own, outer + 8 * i, k));
+            } else {
+                ptx::load_shared(terms.x, Panel::further_of(own, outer + 8 * i, k));
+                ptx::load_shared(terms.y, Panel::further_of(own, outer + 8 * i, k + 1));
+            }
+            factor.words[i] = bits_of(widen(tfloat32{terms.x}));
+            factor.words[2 + i] = bits_of(widen(tfloat32{terms.y}));
+        }
+        return factor;
+    }
+    static MK_DEVICE void multiply_add(float (&sums)[8], const Factor& a, const Factor& b) {
+        MK_UNROLL
+        for (u32 i = 0; i < 2; ++i) {
+            const u32 terms[2] = {b.words[i], b.words[2 + i]};
+            ptx::mma<tfloat32>(&sums[4 * i], a.words, terms);
+        }
+    }
+    MK_DEVICE u32 row_of(u32 sum) const { return Lane<bfloat16>{lane}.row_of(sum); }
+    MK_DEVICE u32 column_of(u32 sum) const { return Lane<bfloat16>{lane}.column_of(sum); }
+};
+
+// Rows and columns, too, may come in any order: here a thread has neighbours of them.
 template <>
 struct Lane<double> {
     static constexpr u32 depth = 4, unroll = 1;

@@ -1,0 +1,169 @@
+"""Measured choices: the table, who gets them, and how they are measured."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import worlds
+from launcher import mpirun
+
+import mkernel_cp as mk
+from mkernel_cp import tuning
+from mkernel_cp.bench import tuner
+
+ENTRY = tuning.Entry(
+    *("allgather_gemm", "cpu", "float32", 2, 64, 48, 32),
+    tile=(16, 8, 24),
+    movers=2,
+    chunk_bytes=512,
+    ms=1.0,
+    model_ms=2.0,
+)
+CHOSEN = mk.Options((2, None), (16, 8, 24), 512)
+A, B = np.ones((32, 48), np.float32), np.ones((48, 32), np.float32)
+
+
+def fill(options=None, m=64, k=48, n=32, dtype="float32", entry=ENTRY):
+    table = tuning.Table([entry])
+    return table.fill(options or mk.Options(), entry.operator, dtype, m, k, n)
+
+
+def test_shapes_of_about_the_same_extents_get_the_same_choices():
+    assert fill() == fill(m=70, k=45, n=33) == CHOSEN
+    assert fill(dtype="float64") == mk.Options()
+    assert fill(m=128) == fill(k=96) == mk.Options()
+    assert fill(m=0, k=0, n=0) == mk.Options()
+
+
+def test_what_ranks_agree_on_does_not_depend_on_what_one_of_them_has():
+    assert fill(n=1000) == mk.Options(chunk_bytes=512)
+    sums = replace(ENTRY, operator="gemm_allreduce")
+    assert fill(k=1000, entry=sums) == CHOSEN
+    assert fill(n=1000, entry=sums) == mk.Options()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [mk.Options(split=(1, 1)), mk.Options(tile=(8, 8, 8)), mk.Options(sm_budget=4)],
+    ids=str,
+)
+def test_a_callers_choices_stand_alone(options):
+    assert fill(options) == options
+
+
+def test_a_callers_chunks_go_with_measured_tiles():
+    assert fill(mk.Options(chunk_bytes=99)) == replace(CHOSEN, chunk_bytes=99)
+
+
+def test_a_table_is_kept_and_read_again(tmp_path):
+    path = tmp_path / "new" / "table.json"
+    assert tuning.read(path) == []
+    other = replace(ENTRY, m=65, tile=None, movers=None, chunk_bytes=None)
+    tuning.keep(path, [ENTRY, other])
+    tuning.keep(path, [replace(ENTRY, ms=0.5)])
+    assert tuning.read(path) == [replace(ENTRY, ms=0.5), other]
+    assert other.options == mk.Options()
+    assert [file.name for file in path.parent.iterdir()] == ["table.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "5", "[5]", '[{"tile": null}]'])
+def test_what_is_no_table_is_named(tmp_path, text):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(mk.ConfigurationError, match=r"table.json is no table.*delete it"):
+        tuning.read(path)
+
+
+def test_the_shipped_table_is_one():
+    assert all(isinstance(entry, tuning.Entry) for entry in tuning.read(tuning.SHIPPED))
+
+
+@pytest.fixture
+def own_table(tmp_path, monkeypatch):
+    path = tmp_path / "tuned.json"
+    monkeypatch.setattr(tuning, "own_path", lambda: path)
+    return path
+
+
+def test_calls_take_what_was_measured(own_table):
+    others = replace(ENTRY, ranks=3, tile=(4, 4, 4)), replace(ENTRY, card="another", movers=1)
+    tuning.keep(own_table, [ENTRY, *others])
+
+    def program(comm):
+        with mk.AllGatherGemm(A, B, comm=comm) as step:
+            assert step.plan.tile == ENTRY.tile
+            assert step.plan.split[0] == ENTRY.movers
+            assert step.plan.chunk_bytes == ENTRY.chunk_bytes
+            np.testing.assert_array_equal(step(A, B), 48)
+        with mk.AllGatherGemm(A, B, comm=comm, options=mk.Options((1, 1))) as step:
+            assert step.plan.tile != ENTRY.tile
+
+    worlds.run(2, program)
+
+
+def test_all_ranks_take_what_rank_0_knows(own_table, monkeypatch):
+    """A table may differ from host to host."""
+    reads = []
+    monkeypatch.setattr(tuning, "load", lambda *what: reads.append(what) or [ENTRY])
+    tiles = worlds.run(2, lambda comm: mk.AllGatherGemm(A, B, comm=comm).plan.tile)
+    assert tiles == [ENTRY.tile] * 2
+    assert reads == [("cpu", 2)]
+
+
+def test_a_faulty_table_is_told_on_all_ranks(own_table):
+    own_table.write_text("nonsense")
+
+    def main(mpi):
+        with pytest.raises(mk.ConfigurationError, match=r"rank 0.*tuned.json"):
+            mk.Communicator(mpi)
+        return True
+
+    assert mk.LocalWorld(2).run(main) == [True] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_fastest_choices_are_found(size, monkeypatch):
+    """With times that a test has made up."""
+
+    def interleaved(comm, clock, gate, calls):
+        measured.append(len(calls))
+        return {name: 1.0 if "tile=(32, 32" in name else 2.0 for name in calls}
+
+    measured = []
+    monkeypatch.setattr(tuner.timing, "interleaved_ms", interleaved)
+
+    def program(comm):
+        with tuner.Tuner.opened(comm, np.dtype(np.float16)) as one:
+            return one.tune(200, 70, 90)
+
+    entries = worlds.run(size, program)
+    assert entries == entries[:1] * size
+    assert entries[0].tile == (32, 32, 64)
+    assert (entries[0].ms, entries[0].model_ms) == (1.0, 2.0)
+    assert entries[0].movers is None
+    assert len(measured) == (4 if size > 1 else 2) * size
+
+
+def test_nothing_is_kept_for_a_small_gain(monkeypatch):
+    def interleaved(comm, clock, gate, calls):
+        return {name: 0.99 if "tile=(32, 32" in name else 1.0 for name in calls}
+
+    monkeypatch.setattr(tuner.timing, "interleaved_ms", interleaved)
+
+    def program(comm):
+        with tuner.Tuner.opened(comm, np.dtype(np.float64)) as one:
+            return one.tune(200, 70, 90)
+
+    (entry,) = worlds.run(1, program)
+    assert entry.options == mk.Options()
+    assert entry.ms == entry.model_ms == 1.0
+
+
+def test_the_command_fills_a_table(tmp_path):
+    path = tmp_path / "table.json"
+    words = "tune", "allgather-gemm", "--quick", "--output", path
+    done = mpirun(2, "-m", "mkernel_cp", *words, env={"MKERNEL_TARGET": "host"})
+    assert done.returncode == 0, done.stderr
+    assert "96 x 80 x 40" in done.stdout
+    assert json.loads(path.read_text())[0]["ranks"] == 2
