@@ -50,7 +50,7 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
 
     if (launch.is(Role::mover) && !bring_rows(launch, launch.agent().scratch())) launch.drop();
     if (launch.is(Role::inter_send)) Internode<Type>(launch, plan.landing, together).send(p.message);
-    if (launch.is(Role::inter_receive)) Internode<Type>(launch, plan.landing, together).receive();
+    if (launch.is(Role::inter_receive)) Internode<Type>(launch, plan.landing, together).receive(plan.digest);
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);

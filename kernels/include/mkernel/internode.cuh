@@ -32,8 +32,8 @@ public:
     }
 
     // For inter-receive. Only when its node knows all that came from a rank, that rank is let go.
-    MK_DEVICE void receive() {
-        for (u64 i = 0; i < network_.source_count; ++i) pass_on_call(network_.sources[i]);
+    MK_DEVICE void receive(u64 digest) {
+        for (u64 i = 0; i < network_.source_count; ++i) pass_on_call(network_.sources[i], digest);
         for (Range phase : landing_.phases())
             for (u64 i = 0; i < network_.source_count; ++i) pass_on_rows(network_.sources[i], phase);
         for (u64 i = 0; i < network_.source_count && launch_.live(); ++i)
@@ -85,9 +85,8 @@ private:
     }
 
     // The call of a rank of another node, as if it had told this node itself, and had its rows here.
-    MK_DEVICE void pass_on_call(u64 source) {
-        const Subject call{Awaited::call, source, 0};
-        if (!launch_.wait(launch_.agent(), &network_.arrived[source], 1, call)) return;
+    MK_DEVICE void pass_on_call(u64 source, u64 digest) {
+        if (!launch_.await_letter(source, digest)) return;
         CallMessage message = network_.letters[letter_of(source)].message;
         message.operand = {plan_.zone.segment, plan_.zone.offset + offset_in_zone(source)};
         message.operand_pitch = u64(landing_.lines_of(source).pitch);

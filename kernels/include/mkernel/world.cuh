@@ -37,7 +37,6 @@ public:
     // Waits until the peer has made the same call. False also if it makes another one, or has refused.
     MK_DEVICE bool await_call(u64 peer, u64 digest) {
         const Inbox& inbox = world().inbox[peer];
-        const HostPage& page = *world().pages[peer];
         u64 goal = target(u64(Called::ready)), refused = target(u64(Called::refused));
         return poll(
             agent(), {Awaited::call, peer, 0}, goal, &inbox.called,
@@ -46,12 +45,16 @@ public:
                 if (seen >= refused) return Poll::refused;  // it is already a call further
                 return inbox.message.digest == digest ? Poll::done : Poll::mismatch;
             },
-            [&] {
-                u64 seen = load_acquire(&page.called);
-                if (seen < target(u64(Called::announced))) return Poll::pending;
-                if (seen >= refused) return Poll::refused;
-                return load_relaxed(&page.digest) == digest ? Poll::pending : Poll::mismatch;
-            });
+            [&] { return what_its_host_does(peer, digest); });
+    }
+
+    // The same of a rank of another node, by its letter: whatever that says.
+    MK_DEVICE bool await_letter(u64 peer, u64 digest) {
+        const u64 goal = target(1);
+        return poll(
+            agent(), {Awaited::call, peer, 0}, goal, &world().network->arrived[peer],
+            [&](u64 seen) { return seen >= goal ? Poll::done : Poll::pending; },
+            [&] { return what_its_host_does(peer, digest); });
     }
 
     // For kernels whose peers read nothing here: tells them that this rank has entered, and sees all of them enter. A peer
@@ -101,6 +104,15 @@ public:
     }
 
 private:
+    // In place of a launch; nothing, if there may still be one.
+    MK_DEVICE Poll what_its_host_does(u64 peer, u64 digest) const {
+        const HostPage& page = *world().pages[peer];
+        const u64 seen = load_acquire(&page.called);
+        if (seen < target(u64(Called::announced))) return Poll::pending;
+        if (seen >= target(u64(Called::refused))) return Poll::refused;
+        return load_relaxed(&page.digest) == digest ? Poll::pending : Poll::mismatch;
+    }
+
     // Counters have many writers, all of this GPU. Each launch has its own bank of them.
     MK_DEVICE u64* bank(u64 generation, u64 index) const {
         return &world().counters[(generation & 1) * (1 + size()) + index];
