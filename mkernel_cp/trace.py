@@ -28,6 +28,14 @@ _AWAITED = {
     Awaited.ARRIVAL: "chunk {index} of rank {peer}",
     Awaited.READ: "rank {peer} to have read",
     Awaited.TURN: "turn",
+    Awaited.AGREEMENT: "agreement",
+    Awaited.PARTIAL: "tile {index} of rank {peer}",
+    Awaited.SUM: "sum {index} of rank {peer}",
+    Awaited.ROOM: "room, of agent {index}",
+    Awaited.QUEUE: "room for command {index}",
+    Awaited.SENT: "command {index} to be sent",
+    Awaited.NETWORK: "chunk {index} of rank {peer} over the network",
+    Awaited.RECEIPT: "receipt of rank {index}",
 }
 
 

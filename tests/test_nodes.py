@@ -1,6 +1,7 @@
 """Ranks on several virtual nodes, which reach each other over the network only."""
 
 import os
+import signal
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import worlds
 from launcher import mpirun
 from shapes import cases, operands
+from test_processes import mishap
 
 import mkernel_cp as mk
 from mkernel_cp import errors
@@ -150,6 +152,19 @@ def test_what_works_within_one_node_only_says_so():
             worlds.run(2, program, call, nodes=2)
 
 
+def test_a_trace_shows_the_agents_of_the_network(tmp_path):
+    path = tmp_path / "trace.json"
+
+    def program(comm):
+        with mk.trace(path):
+            mk.allgather_gemm(A, B, comm=comm)
+
+    worlds.run(3, program, nodes=(2, 1))
+    text = path.read_text()
+    for word in ("inter_send", "inter_receive", "over the network", "receipt of rank"):
+        assert word in text
+
+
 # --- failures: alike on all ranks ---------------------------------------------------------------
 
 
@@ -278,6 +293,19 @@ def test_many_communicators_one_after_another_and_side_by_side():
             assert files <= before + 3
 
     mk.LocalWorld(3).run(program)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_survivors_of_a_killed_rank_name_it_on_all_nodes(transport, tmp_path, monkeypatch):
+    monkeypatch.setenv("MKERNEL_NODES", "2")
+    monkeypatch.setenv("MKERNEL_TRANSPORT", transport)
+    said, status, _ = mishap("killed", tmp_path)
+    assert status == {0: 1, 1: -signal.SIGKILL, 2: 1, 3: 1}
+    assert sorted(said) == [0, 2, 3]
+    for text in said.values():
+        assert "PeerLostError: lost rank 1" in text
+        assert float(text.split()[0]) < 10
 
 
 @pytest.mark.mpi
