@@ -650,6 +650,8 @@ class GemmReduceScatterPlan(GemmPlan):
         (rows, columns) of a tile that are pushed and added together.
     zones : tuple of (int, int)
         (slots, bytes of one) of each landing zone, on every rank alike.
+    nodes : tuple of int
+        Ranks of each node.
     """
 
     operator: ClassVar[str] = "gemm_reduce_scatter"
@@ -658,12 +660,46 @@ class GemmReduceScatterPlan(GemmPlan):
     transfer_dtype: np.dtype
     part: tuple[int, int]
     zones: tuple[tuple[int, int], ...]
+    nodes: tuple[int, ...]
+
+    def sum_bytes(self, rank: int) -> int:
+        """Return the bytes of a sum over a rank's rows on its way."""
+        return self.row_counts[rank] * self.n * self.transfer_dtype.itemsize
 
     @property
     def bytes_from_peers(self) -> int:
-        """Bytes that come to this rank in one call."""
-        peers = len(self.row_counts) - 1
-        return peers * self.row_counts[self.rank] * self.n * self.transfer_dtype.itemsize
+        """Bytes that come to this rank in one call from the ranks of its node."""
+        topology = Topology(self.rank, self.nodes)
+        added = (self.rank, *topology.sources)
+        return (topology.local_size - 1) * sum(map(self.sum_bytes, added))
+
+    @property
+    def network_agents(self) -> int:
+        """Agents that serve the network."""
+        return 2 if len(self.nodes) > 1 else 0
+
+    @property
+    def bytes_to_network(self) -> int:
+        """Bytes that this rank sends to other nodes in one call: sums of its node, and letters."""
+        topology = Topology(self.rank, self.nodes)
+        letters = 2 * len(topology.gateways)  # that, and a receipt for its sums
+        return sum(map(self.sum_bytes, topology.sources)) + letters * LETTER_BYTES
+
+    def writes(self, transport: str) -> list[int]:
+        """Return in how many writes each chunk comes over the network: a node's sum of a part.
+
+        Parts as wide as the sum are one; else, on EFA, each row has an immediate of its own.
+        """
+        rows, columns = self.part
+        own = self.row_counts[self.rank]
+        of_node = [
+            1
+            if transport != "efa" or min(columns, self.n - j) == self.n == columns
+            else min(rows, own - i)
+            for i in range(0, own, rows)
+            for j in range(0, self.n, columns)
+        ]
+        return of_node * (len(self.nodes) - 1)
 
     @property
     def options(self) -> Options:
@@ -673,12 +709,16 @@ class GemmReduceScatterPlan(GemmPlan):
     @property
     def memory(self) -> int:
         """Bytes that this rank shares with its peers for it: slots and signals."""
-        return sum(slots * (size + 8) for slots, size in self.zones)
+        zones = sum(slots * (size + 8) for slots, size in self.zones)
+        sums = node_sum_bytes(self.row_counts, self.n, self.transfer_dtype, self.nodes)
+        return zones + sums
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
-        ranks = len(self.row_counts)
-        order = ", ".join(str((self.rank + step) % ranks) for step in range(ranks))
+        order = "; of nodes ".join(
+            ", ".join(map(str, node))
+            for node in Topology(self.rank, self.nodes).sum_order(self.rank)
+        )
         return "\n".join(
             (
                 *self._heading(),
@@ -910,6 +950,7 @@ def plan_reduction(
     chosen: HostTile | PortableTile | HopperTile,
     options: Options,
     capacity: int = 0,
+    nodes: tuple[int, ...] | None = None,
 ) -> GemmReduceScatterPlan:
     """Choose a plan of a kind, for the tile that the ranks have agreed on.
 
@@ -940,7 +981,8 @@ def plan_reduction(
         shared_bytes=chosen.shared_bytes(dtype, accumulator_dtype(dtype)),
         tf32=options.tf32,
         part=chosen.part,
-        zones=reduction_zones(kind, row_counts, n, out_dtype, transfer_dtype, chosen),
+        zones=reduction_zones(kind, row_counts, n, out_dtype, transfer_dtype, chosen, nodes),
+        nodes=nodes or (ranks,),
         **more,
     )
 
@@ -952,6 +994,7 @@ def reduction_zones(
     out_dtype: np.dtype,
     transfer_dtype: np.dtype,
     chosen: HostTile | PortableTile | HopperTile,
+    nodes: tuple[int, ...] | None = None,
 ) -> tuple[tuple[int, int], ...]:
     """Return (slots, bytes of one) of each landing zone: what all ranks have at the same places.
 
@@ -964,7 +1007,40 @@ def reduction_zones(
     def slot_bytes(dtype: np.dtype) -> int:
         return round_up(rows * columns * dtype.itemsize, _LINE_ALIGNMENT)
 
-    partials = (len(row_counts) - 1) * max(parts), slot_bytes(transfer_dtype)
+    every = (first_slots(rank, parts, nodes or (len(parts),)) for rank in range(len(parts)))
+    partials = max(slots for _, slots in every), slot_bytes(transfer_dtype)
     if kind is not GemmAllReducePlan:
         return (partials,)
     return partials, (sum(parts), slot_bytes(out_dtype))
+
+
+def first_slots(
+    rank: int, parts: tuple[int, ...], nodes: tuple[int, ...]
+) -> tuple[dict[int, int], int]:
+    """Return where in a rank's zone the partial sums of each rank whose rows it adds begin.
+
+    Its own come first, those of other nodes behind those of its own; `parts`: of every rank's rows.
+
+    Returns
+    -------
+    (dict of int, int)
+        By rank; and how many slots there are.
+    """
+    topology = Topology(rank, nodes)
+    peers, slots = topology.local_size - 1, {rank: 0}
+    end = (peers + len(nodes) - 1) * parts[rank]
+    for source in topology.sources:
+        slots[source] = end
+        end += peers * parts[source]
+    return slots, end
+
+
+def node_sum_bytes(
+    row_counts: tuple[int, ...], n: int, transfer_dtype: np.dtype, nodes: tuple[int, ...]
+) -> int:
+    """Return the bytes of what a rank adds for other nodes, the most of all ranks."""
+    rows = max(
+        sum(row_counts[source] for source in Topology(rank, nodes).sources)
+        for rank in range(len(row_counts))
+    )
+    return rows * n * transfer_dtype.itemsize

@@ -40,15 +40,34 @@ class Topology:
         self.node, self.local_rank = self._place[rank]
         self.begin, self.local_size = begins[self.node], sizes[self.node]
         self.peers = range(self.begin, self.begin + self.local_size)
-
-        def gateway(of: int, node: int) -> int:
-            home, local = self._place[of]
-            return of if home == node else begins[node] + local % sizes[node]
-
         nodes = range(len(sizes))
-        self.gateways = [gateway(rank, node) for node in nodes if node != self.node]
-        self.holders = [gateway(other, self.node) for other in range(self.size)]
+        self.gateways = [self.holder(rank, node) for node in nodes if node != self.node]
+        self.holders = [self.holder(other, self.node) for other in range(self.size)]
         self.sources = [r for r, holder in enumerate(self.holders) if holder == rank != r]
+
+    def holder(self, rank: int, node: int) -> int:
+        """Return who of a node stands for a rank: itself, or its gateway there."""
+        home, local = self._place[rank]
+        return rank if home == node else sum(self.sizes[:node]) + local % self.sizes[node]
+
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank."""
+        return self._place[rank][0]
+
+    def ring(self, first: int) -> list[int]:
+        """Return the ranks of a node, from one of them on around."""
+        node = self.node_of(first)
+        begin, size = sum(self.sizes[:node]), self.sizes[node]
+        return [begin + (first - begin + step) % size for step in range(size)]
+
+    def sum_order(self, rank: int) -> list[list[int]]:
+        """Return in which order the partial sums of a rank's rows are added: node by node.
+
+        Each node adds those of its ranks by itself, beginning with who adds them.
+        """
+        home = self.node_of(rank)
+        others = (node for node in range(len(self.sizes)) if node != home)
+        return [self.ring(self.holder(rank, node)) for node in (home, *others)]
 
     @property
     def links(self) -> list[int]:

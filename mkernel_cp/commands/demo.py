@@ -142,7 +142,10 @@ def _terms(case: _GemmCase, size: int) -> tuple[list[np.ndarray], list[np.ndarra
 
 def _gemm_reduce_scatter(comm: Communicator, case: _GemmCase) -> _Measured:
     blocks = _terms(case, comm.size)
-    expected = reference.gemm_reduce_scatter(*blocks, case.row_counts, comm.rank, case.out_dtype)
+    order = comm.topology.sum_order(comm.rank)
+    expected = reference.gemm_reduce_scatter(
+        *blocks, case.row_counts, comm.rank, case.out_dtype, order=order
+    )
     own = (block[comm.rank] for block in blocks)
     return _measure(comm, GemmReduceScatter, expected, *own, row_counts=case.row_counts)
 
@@ -269,7 +272,7 @@ class _Operator:
 
 _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm, across_nodes=True),
-    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter),
+    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
     _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
     _Operator("ring_attention", _attention_cases, _ring_attention, ("host",)),
 )

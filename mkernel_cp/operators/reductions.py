@@ -9,6 +9,7 @@ from .. import plan as plans
 from .. import structs
 from ..communicator import Arena
 from ..reference import accumulator_dtype, array_split_counts
+from ..transport.network import MOST_CHUNKS
 from . import operands
 from .gemm import GemmOperator, GemmSpec
 
@@ -63,17 +64,21 @@ class ReductionOperator(GemmOperator):
 
     def _need(self) -> tuple[int, int]:
         spec = self._spec
+        nodes = self._comm.topology.sizes
         zones = plans.reduction_zones(
             *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
-            self._tile,
+            *(self._tile, nodes),
         )
-        return sum(slots for slots, _ in zones), sum(slots * nbytes for slots, nbytes in zones)
+        sums = plans.node_sum_bytes(spec.row_counts, spec.n, spec.transfer_dtype, nodes)
+        slots, nbytes = sum(n for n, _ in zones), sum(n * size for n, size in zones)
+        return slots, nbytes + sums
 
     def _make_plan(self, capacity: int) -> plans.GemmReduceScatterPlan:
         spec = self._spec
         return plans.plan_reduction(
             *(self.plan_type, self._comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
             *(spec.out_dtype, spec.transfer_dtype, self._tile, spec.options, capacity),
+            self._comm.topology.sizes,
         )
 
     def _choose_tile(self) -> Any:
@@ -108,7 +113,51 @@ class ReductionOperator(GemmOperator):
             part_columns=plan.part[1],
             row_start=self._constant("row_start", np.array(plan.row_start, np.int64)),
             partials=self._zone(arena, 0),
+            nodes=self._nodes(arena) if self._comm.num_nodes > 1 else 0,
         )
+
+    def _nodes(self, arena: Arena) -> int:
+        """Return where the kernel finds how sums travel between nodes."""
+        structures, plan, comm = structs.shared(), self.plan, self._comm
+        topology = comm.topology
+        parts = plans.tile_counts(plan.row_counts, plan.n, (*plan.part, 0))
+        ranks = range(comm.size)
+        slots = {r: plans.first_slots(r, parts, plan.nodes)[0] for r in topology.peers}
+        node = topology.node
+        other = [node - (node > topology.node_of(r)) for r in ranks]
+        starts = np.zeros(comm.size, np.int64)
+        rows = [plan.row_counts[source] for source in topology.sources]
+        starts[topology.sources] = np.cumsum([0, *rows])[:-1]
+        pushed = [r for r in ranks if r != comm.rank and topology.holders[r] != comm.rank]
+        # Around the ring from here, so that not all push to one.
+        pushed.sort(key=lambda r: (r not in topology.peers, (r - comm.rank) % comm.size))
+        offset = arena.data_offset_for(arena.signals) + sum(n * size for n, size in plan.zones)
+        sums = structures.Matrix(
+            data=comm.segments[arena.number].address + offset, row_stride=plan.n, column_stride=1
+        )
+        arrays = {
+            "order": np.array([comm.rank, *pushed, *topology.sources], np.uint64),
+            "first_slot": np.array([slots[topology.holders[r]][r] for r in ranks], np.int64),
+            "ordinal": np.array(other, np.int64),
+            "beside": np.array([plan.nodes[topology.node_of(r)] - 1 for r in ranks], np.int64),
+            "row_start": starts,
+            "writes": np.array(plan.writes(comm.network.transport), np.uint64),
+            "sums": sums,
+        }
+        named = {name: self._constant(f"nodes: {name}", array) for name, array in arrays.items()}
+        chunks = len(arrays["writes"])
+        if chunks > MOST_CHUNKS:
+            raise ValueError(
+                f"{chunks} parts of {plan.part} come from other nodes: at most {MOST_CHUNKS}; "
+                "Options(tile=) makes them larger"
+            )
+        between = structures.NodeSumsPlan(
+            pushed=1 + len(pushed),
+            place=structures.Place(arena.number, offset),
+            chunks=chunks,
+            **named,
+        )
+        return self._constant("nodes", between)
 
     def _zone(self, arena: Arena, number: int) -> Any:
         """Return where a landing zone is, one behind another in the arena of every rank.

@@ -54,7 +54,34 @@ private:
     const GemmReduceScatterPlan* plan_;
 };
 
-// Pushes a part to its owner. One zone is enough, and nothing is reset: an owner that has entered this call, with this
+// Where a rank's rows are added within this node: by itself, or by its gateway, which then sends the sum.
+class Adders {
+public:
+    MK_DEVICE Adders(const Launch& launch, const GemmReduceScatterPlan& plan)
+        : launch_(launch), nodes_(plan.nodes), parts_(plan) {}
+
+    // In the zone of who adds: the slot of a part that comes from `distance` steps further around the ring of the node; for
+    // own rows, also of one that comes from another node.
+    MK_DEVICE i64 slot(const Tile& piece, u64 distance) const {
+        const i64 first = nodes_ ? nodes_->first_slot[piece.source] : 0;
+        return first + i64(distance - 1) * parts_.count(piece.source) + parts_.within_owner(piece);
+    }
+    MK_DEVICE u64 peers() const { return launch_.node().size - 1; }
+    MK_DEVICE u64 nodes(const Tile& piece) const {
+        return nodes_ && piece.source == launch_.rank() ? launch_.world().network->gateway_count : 0;
+    }
+    // Among the chunks of own rows: what another node sends of a part.
+    MK_DEVICE u64 chunk(const Tile& piece, u64 node) const {
+        return node * u64(parts_.count(piece.source)) + u64(parts_.within_owner(piece));
+    }
+
+private:
+    const Launch& launch_;
+    const NodeSumsPlan* nodes_;
+    PartNumbers parts_;
+};
+
+// Pushes a part to its owner, or to whom adds it in this node. One zone is enough, and nothing is reset: an owner that has entered this call, with this
 // digest, has no use any more for what its arena held in an earlier one, of whatever operator.
 template <class T>
 class Push {
@@ -69,34 +96,35 @@ public:
     MK_DEVICE i64 first_row(const Tile& piece) const { return piece.rows.begin; }
 
     MK_DEVICE bool begin(Launch& launch, const Tile& part) const {
-        return launch.await_call(part.source, plan_->digest);
+        return launch.await_call(launch.holder(part.source), plan_->digest);
     }
 
     template <class View>
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
         if (!launch.live()) return Writes().complete(launch.agent());
-        T* slot = reinterpret_cast<T*>(Zone(launch, plan_->partials).slot(piece.source, number(launch, piece)));
+        const Zone partials(launch, plan_->partials);
+        T* slot = reinterpret_cast<T*>(partials.slot(launch.holder(piece.source), number(launch, piece)));
         const Lines to{reinterpret_cast<u8*>(slot + parts_.place(piece)), parts_.columns() * i64(sizeof(T))};
         return staged.send(launch.agent(), to, piece.rows.size(), piece.columns.size());
     }
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed sent) const {
-        u64* pushed = Zone(launch, plan_->partials).signal(part.source, number(launch, part));
+        u64* pushed = Zone(launch, plan_->partials).signal(launch.holder(part.source), number(launch, part));
         launch.raise<Scope::system>(pushed, 1, sent);
     }
 
 private:
     MK_DEVICE i64 number(const Launch& launch, const Tile& piece) const {
-        const u64 distance = (launch.rank() + launch.size() - piece.source) % launch.size();
-        return i64(distance - 1) * parts_.count(piece.source) + parts_.within_owner(piece);
+        const u64 size = launch.node().size;
+        return Adders(launch, *plan_).slot(piece, (launch.rank() + size - launch.holder(piece.source)) % size);
     }
 
     const GemmReduceScatterPlan* plan_;
     PartNumbers parts_;
 };
 
-// Adds what the peers have pushed to an own part: to this rank's sums those of the next rank, and so on around the
-// ring. The result is stored.
+// Adds what the peers have pushed to a part: to this rank's sums those of the next rank, and so on around the ring; to own
+// rows, then those of the other nodes. The result is stored.
 template <class T, class Acc, class Partial>
 class Sum : public Store<T> {
 public:
@@ -108,16 +136,20 @@ public:
     MK_DEVICE const TensorMap* map(const Tile&, i64) const { return nullptr; }
 
     MK_DEVICE bool begin(Launch& launch, const Tile& part) const {
-        const u64 rank = launch.rank(), size = launch.size();
-        const i64 parts = parts_.count(rank), number = parts_.within_owner(part);
+        const Adders adders(launch, *plan_);
         const Zone partials(launch, plan_->partials);
-        for (u64 step = 1; step < size; ++step) {
-            const Subject partial{Awaited::partial, (rank + step) % size, u64(number)};
-            if (!launch.wait(launch.agent(), partials.signal(rank, i64(step - 1) * parts + number), 1, partial))
+        for (u64 step = 1; step <= adders.peers(); ++step) {
+            const Subject partial{Awaited::partial, launch.neighbour(step), u64(parts_.within_owner(part))};
+            if (!launch.wait(launch.agent(), partials.signal(launch.rank(), adders.slot(part, step)), 1, partial))
                 return false;
         }
+        for (u64 node = 0; node < adders.nodes(part); ++node) {
+            const u64 chunk = adders.chunk(part, node);
+            const u64* arrived = &launch.world().network->arrived[2 * launch.size() + chunk];
+            if (!launch.wait(launch.agent(), arrived, 1, {Awaited::network, everyone, chunk})) return false;
+        }
         if (launch.agent().lane() == 0)
-            fetch_add(launch.world().bytes_from_peers, (size - 1) * bytes_of<Partial>(part));
+            fetch_add(launch.world().bytes_from_peers, adders.peers() * bytes_of<Partial>(part));
         return launch.live();
     }
 
@@ -178,9 +210,10 @@ private:
     MK_DEVICE void add_runs(Launch& launch, const Tile& piece, View staged, Also also) const {
         const u32 lane = launch.agent().lane(), lanes = launch.agent().lanes();
         const u32 length = u32(piece.columns.size()) / width, count = u32(piece.rows.size()) * length;
-        const u32 peers = u32(launch.size() - 1), pitch = u32(parts_.columns());
-        const i64 to_next = parts_.count(launch.rank()) * plan_->partials.slot_bytes;
-        const u8* first = Zone(launch, plan_->partials).slot(launch.rank(), parts_.within_owner(piece)) +
+        const Adders adders(launch, *plan_);
+        const u32 peers = u32(adders.peers() + adders.nodes(piece)), pitch = u32(parts_.columns());
+        const i64 to_next = parts_.count(piece.source) * plan_->partials.slot_bytes;
+        const u8* first = Zone(launch, plan_->partials).slot(launch.rank(), adders.slot(piece, 1)) +
                           parts_.place(piece) * i64(sizeof(Partial));
 
         for (u32 at = lane; at < count; at += batch * lanes) {

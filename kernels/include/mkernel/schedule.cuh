@@ -89,7 +89,8 @@ public:
         const i64* row_start;
         Range columns;
         TileShape tile;
-        Node node{0, 0};  // whose ranks come first
+        Node node{0, 0};             // whose ranks come first
+        const u64* order = nullptr;  // [step]: another order of the ranks
     };
     struct Steps {
         u64 first, end;  // in [0, size]; 0 is the rank itself
@@ -164,7 +165,7 @@ public:
 
 private:
     MK_DEVICE u64 source(u64 step) const {
-        return ring_rank(grid_.rank, step, grid_.size, grid_.node);
+        return grid_.order ? grid_.order[step] : ring_rank(grid_.rank, step, grid_.size, grid_.node);
     }
     MK_DEVICE i64 rows(u64 source) const { return grid_.row_start[source + 1] - grid_.row_start[source]; }
 

@@ -241,6 +241,21 @@ struct ZonePlan {
     i64 slot_bytes;
 };
 
+// Sums over ranks where there is more than one node: a node adds what its ranks have of a row, and sends that to its owner.
+// Who adds is the owner's gateway. Arrays have one entry per rank whose rows are added.
+struct NodeSumsPlan {
+    u64* order;       // [step]: own rows, those that others of this node add, those that this rank adds for other nodes
+    u64 pushed;       // the first step of these last
+    i64* first_slot;  // in the zone of who adds, where the partial sums of its node begin
+    i64* ordinal;     // which one of the owner's other nodes this is
+    i64* beside;      // the owner's peers in its own node
+    i64* row_start;   // of `sums`, for who sends them
+    Matrix* sums;     // on their way
+    Place place;      // of that
+    u64 chunks;
+    u64* writes;  // [chunk]
+};
+
 // What does not change from call to call of gemm_reduce_scatter.
 struct GemmReduceScatterPlan {
     Split split;
@@ -252,6 +267,7 @@ struct GemmReduceScatterPlan {
     i64 part_columns;
     i64* row_start;     // [rank]: the first of the rows that it owns, and the total behind the last
     ZonePlan partials;  // [ring distance from the owner - 1][part of the owner's tiles]
+    NodeSumsPlan* nodes;  // null if there is one node
 };
 
 struct GemmReduceScatterParams {

@@ -164,8 +164,8 @@ private:
         order.from_pitch = command->pitches >> 32, order.to_pitch = command->pitches & 0xffffffff;
         const u64 from = command->from, to = command->to;
         reader_->take();
-        // Lines without gaps at their destination are one write; how many there are is then known there too.
-        if (order.to_pitch == order.line_bytes) order.line_bytes *= order.lines, order.lines = 1;
+        // Lines without gaps are one write.
+        if (order.to_pitch == order.line_bytes && order.from_pitch == order.line_bytes) order.line_bytes *= order.lines, order.lines = 1;
         std::lock_guard<std::mutex> lock(mutex_);
         const size_t index = order.chunk % cards_.size();
         const Region& source = own_.at(from >> 48);
