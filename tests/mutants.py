@@ -24,6 +24,7 @@ SANITIZED = ("test_thread_sanitizer.py",)
 ATTENTION = ("test_ring_attention.py",)
 NETWORK = ("test_channel.py", "test_network.py")
 NODE_RACES = ("test_thread_sanitizer.py::test_ranks_as_threads_do_not_race[node_threads.py]",)
+NODE_SUMS = ("test_nodes.py::test_back_to_back_sums_with_late_ranks_and_roles",)
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 
 
@@ -38,7 +39,7 @@ class Mutant(NamedTuple):
 
 H = "include/mkernel/"
 WAIT_FOR_PARTIALS = (
-    "if (!launch.wait(launch.agent(), partials.signal(rank, i64(step - 1) * parts + number), 1, "
+    "if (!launch.wait(launch.agent(), partials.signal(launch.rank(), adders.slot(part, step)), 1, "
     "partial))"
 )
 MUTANTS = {
@@ -174,7 +175,7 @@ MUTANTS = {
     ),
     "slot of another source": Mutant(
         H + "reduction.cuh",
-        "(launch.rank() + launch.size() - piece.source) % launch.size()",
+        "(launch.rank() + size - launch.holder(piece.source)) % size",
         "(piece.source + launch.size() - launch.rank()) % launch.size()",
         SUMS,
     ),
@@ -192,7 +193,7 @@ MUTANTS = {
     ),
     "push before the owner's call": Mutant(
         H + "reduction.cuh",
-        "return launch.await_call(part.source, plan_->digest);",
+        "return launch.await_call(launch.holder(part.source), plan_->digest);",
         "return launch.live();",
         INTERLEAVINGS,
     ),
@@ -342,9 +343,29 @@ MUTANTS = {
     ),
     "nodes: receipt": Mutant(
         H + "internode.cuh",
-        "launch_.wait(launch_.agent(), &network_.arrived[launch_.size() + gateway], 1, receipt);",
-        "(void)receipt;",
+        "return launch_.wait(launch_.agent(), &network_.arrived[launch_.size() + from], 1, "
+        "receipt);",
+        "return (void)receipt, (void)from, true;",
         NODES,
+    ),
+    "nodes: sum before the owner's call": Mutant(
+        H + "node_sums.cuh",
+        "launch.await_call(part.source, plan_.digest) && ",
+        "",
+        NODE_SUMS,
+    ),
+    "nodes: wait for the sums of nodes": Mutant(
+        H + "reduction.cuh",
+        "if (!launch.wait(launch.agent(), arrived, 1, {Awaited::network, everyone, chunk})) "
+        "return false;",
+        "(void)arrived;",
+        NODE_SUMS,
+    ),
+    "nodes: receipt before the sender's call": Mutant(
+        H + "node_sums.cuh",
+        "if (launch.await_call(network.gateways[i], plan.digest)) mail",
+        "mail",
+        NODE_SUMS,
     ),
 }
 

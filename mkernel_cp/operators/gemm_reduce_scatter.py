@@ -57,6 +57,9 @@ def gemm_reduce_scatter(
 
     Notes
     -----
+    On several nodes each adds what its ranks have of a row and sends that to the row's owner, which
+    adds its own node's first and then the others' in their order.
+
     Partial sums are rounded to the dtype of the operands on their way (``Options(transfer_dtype=
     "float32")`` keeps those of 16-bit operands exact). They land in slots of their own, which take
     (R - 1) / R times the size of the largest share of the result times R on every rank.
