@@ -40,7 +40,7 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
                 const CallMessage& theirs = self.message_of(peer);
                 Lines rows{static_cast<u8*>(self.at(holder, theirs.operand)), i64(theirs.operand_pitch)};
                 landing.pull(courier, peer, rows, phase, together, [&](i64 chunk) {
-                    return holder == peer || Internode<Type>(self, plan.landing, together).await(peer, chunk);
+                    return !several_nodes || holder == peer || Internode<Type>(self, plan.landing, together).await(peer, chunk);
                 });
             }
         landing.finish(courier);
@@ -49,8 +49,10 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     };
 
     if (launch.is(Role::mover) && !bring_rows(launch, launch.agent().scratch())) launch.drop();
-    if (launch.is(Role::inter_send)) Internode<Type>(launch, plan.landing, together).send(p.message);
-    if (launch.is(Role::inter_receive)) Internode<Type>(launch, plan.landing, together).receive(plan.digest);
+    if (several_nodes && launch.is(Role::inter_send))
+        Internode<Type>(launch, plan.landing, together).send(p.message);
+    if (several_nodes && launch.is(Role::inter_receive))
+        Internode<Type>(launch, plan.landing, together).receive(plan.digest);
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);

@@ -4,7 +4,10 @@
 //   compute  takes the columns stripe by stripe. It multiplies the rows of rank + 1, rank + 2, ... first, and pushes each
 //            finished tile to the owner of its rows; in own rows, the last, it adds what the peers have pushed, the next
 //            rank's first, and pushes the sum to all while the next stripe is multiplied
+// Where there is more than one node, sums are made as in gemm_reduce_scatter, and that of a row goes once to each other node:
+//   inter-receive  of a rank's gateway pushes it to the others of its node
 #include "mkernel/engine/engine.cuh"
+#include "mkernel/node_sums.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -41,14 +44,15 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     // The tiles of some columns, or the parts in which they are handed out. Made anew for each use: nothing stays in
     // registers while tiles are multiplied.
     auto tiles = [&](Range stripe, TileShape tile, RingTiles::Steps steps, u64 agent, u64 agents, u64 before) {
-        const RingTiles::Grid grid{launch.rank(), launch.size(), reduction.row_start, stripe, tile};
+        const u64* order = several_nodes ? reduction.nodes->order : nullptr;
+        const RingTiles::Grid grid{launch.rank(), launch.size(), reduction.row_start, stripe, tile, {0, 0}, order};
         return RingTiles(grid, steps, agent, agents, before);
     };
     auto store = [&] { return Store<OutType>(p.c, reduction.row_start, launch.size()); };
     auto greet = [&](Launch self) { return self.member() > 0 || self.greet(p.message); };
+    const TileShape shape{reduction.part_rows, reduction.part_columns, 0};
     auto collect = [&] {
         const u64 agent = launch.member(), agents = launch.members();
-        const TileShape shape{reduction.part_rows, reduction.part_columns, 0};
         for (Range stripe : Blocks(reduction.n, plan.stripe))
             for (Tile part : tiles(stripe, shape, {1, launch.size()}, agent, agents, 0))
                 Sums<OutType>(plan).collect(launch, part, store());
@@ -59,6 +63,17 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
         collect();
     }
 
+    const u64 pushed = several_nodes ? reduction.nodes->pushed : launch.size();
+    const Network* network = launch.world().network;
+    if (several_nodes && launch.is(Role::inter_send))
+        send_node_sums(launch, reduction, p.message, plan.chunks, {network->links, network->link_count});
+    if (several_nodes && launch.is(Role::inter_receive))
+        receive_node_sums(launch, reduction, {network->links, network->link_count}, [&] {
+            for (Range stripe : Blocks(reduction.n, plan.stripe))
+                for (Tile part : tiles(stripe, shape, {pushed, launch.size()}, 0, 1, 0))
+                    pass_on_sum<OutType>(launch, plan, part);
+        });
+
     if (launch.is(Role::compute)) {
         auto share = [&](Range stripe, RingTiles::Steps steps, u64 before) {
             return tiles(stripe, reduction.tile, steps, launch.member() / engine::cluster,
@@ -68,11 +83,16 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
         i64 next = 0;
         do {  // also where there are no columns: the peers wait to be greeted
             const Range stripe = block(next, plan.stripe, reduction.n);
-            multiply(launch, reduction, p, share(stripe, {1, launch.size()}, before), Push<PartialType>(reduction),
+            multiply(launch, reduction, p, share(stripe, {1, pushed}, before), Push<PartialType>(reduction),
                      [&](Launch self, Scratch) { return reduction.split.movers > 0 || next > 0 || greet(self); });
-            before += share(stripe, {1, launch.size()}, 0).count();
+            before += share(stripe, {1, pushed}, 0).count();
+            if (several_nodes)
+                multiply(launch, reduction, p, share(stripe, {pushed, launch.size()}, before),
+                         NodeSum<PartialType, Accumulator<Type>>(reduction),
+                         [](Launch self, Scratch) { return self.live(); });
+            before += share(stripe, {pushed, launch.size()}, 0).count();
             multiply(launch, reduction, p, share(stripe, {0, 1}, before),
-                     SumForAll<OutType, Accumulator<Type>, PartialType>(plan, store()),
+                     SumForNodes<OutType, Accumulator<Type>, PartialType>(plan, store()),
                      [](Launch self, Scratch) { return self.live(); });
             before += share(stripe, {0, 1}, 0).count();
         } while (++next * plan.stripe < reduction.n);

@@ -45,17 +45,20 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     auto greet = [&](Launch self) { return self.member() > 0 || self.greet(p.message); };
 
     if (launch.is(Role::mover) && !greet(launch)) launch.drop();
-    if (launch.is(Role::inter_send)) send_node_sums(launch, plan, p.message);
-    if (launch.is(Role::inter_receive)) receive_node_sums(launch, plan);
+    const Network* network = launch.world().network;
+    if (several_nodes && launch.is(Role::inter_send))
+        send_node_sums(launch, plan, p.message, plan.nodes->chunks, {network->sources, network->source_count});
+    if (several_nodes && launch.is(Role::inter_receive))
+        receive_node_sums(launch, plan, {network->gateways, network->gateway_count}, [] {});
 
     if (launch.is(Role::compute)) {
         // Made anew for each call: nothing stays in registers while tiles are multiplied.
         auto tiles = [&](RingTiles::Steps steps, u64 before) {
-            const u64* order = plan.nodes ? plan.nodes->order : nullptr;
+            const u64* order = several_nodes ? plan.nodes->order : nullptr;
             return RingTiles({launch.rank(), launch.size(), plan.row_start, {0, plan.n}, plan.tile, {0, 0}, order}, steps,
                              launch.member() / engine::cluster, launch.members() / engine::cluster, before);
         };
-        const u64 pushed = plan.nodes ? plan.nodes->pushed : launch.size();
+        const u64 pushed = several_nodes ? plan.nodes->pushed : launch.size();
         auto of_peers = [&] { return tiles({1, pushed}, 0); };
         auto of_nodes = [&] { return tiles({pushed, launch.size()}, of_peers().count()); };
         auto own = [&] { return tiles({0, 1}, of_peers().count() + of_nodes().count()); };
@@ -65,7 +68,7 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
         };
         multiply(launch, plan, p, of_peers(), Push<PartialType>(plan),
                  [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
-        if (plan.nodes)
+        if (several_nodes)
             multiply(launch, plan, p, of_nodes(), NodeSum<PartialType, Accumulator<Type>>(plan),
                      [](Launch self, Scratch) { return self.live(); });
         multiply(launch, plan, p, own(), Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),

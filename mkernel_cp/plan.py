@@ -690,16 +690,22 @@ class GemmReduceScatterPlan(GemmPlan):
 
         Parts as wide as the sum are one; else, on EFA, each row has an immediate of its own.
         """
+        return self._part_writes(self.rank, transport) * (len(self.nodes) - 1)
+
+    @property
+    def sum_chunks(self) -> int:
+        """In how many chunks the sums of other nodes come over the network."""
+        return len(GemmReduceScatterPlan.writes(self, "verbs"))
+
+    def _part_writes(self, rank: int, transport: str) -> list[int]:
         rows, columns = self.part
-        own = self.row_counts[self.rank]
-        of_node = [
-            1
-            if transport != "efa" or min(columns, self.n - j) == self.n == columns
-            else min(rows, own - i)
-            for i in range(0, own, rows)
+        count = self.row_counts[rank]
+        whole = transport != "efa" or self.n == columns
+        return [
+            1 if whole else min(rows, count - i)
+            for i in range(0, count, rows)
             for j in range(0, self.n, columns)
         ]
-        return of_node * (len(self.nodes) - 1)
 
     @property
     def options(self) -> Options:
@@ -754,6 +760,26 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
         """Bytes that come to this rank in one call: partial sums, and the sums of other rows."""
         others = self.m - self.row_counts[self.rank]
         return super().bytes_from_peers + others * self.n * self.out_dtype.itemsize
+
+    @property
+    def bytes_to_network(self) -> int:
+        """Bytes that this rank sends to other nodes in one call: sums of both kinds, letters."""
+        topology = Topology(self.rank, self.nodes)
+        own = self.row_counts[self.rank] * self.n * self.out_dtype.itemsize
+        letters = len(topology.gateways) + len(topology.links)
+        sums = sum(map(self.sum_bytes, topology.sources)) + len(topology.gateways) * own
+        return sums + letters * LETTER_BYTES
+
+    def writes(self, transport: str) -> list[int]:
+        """Return in how many writes each chunk comes: partial sums, and then sums of all parts."""
+        rows, columns = self.part
+        result = super().writes(transport)
+        for count in self.row_counts:
+            for i in range(0, count, rows):
+                for j in range(0, self.n, columns):
+                    whole = transport != "efa" or j + columns <= self.n
+                    result.append(1 if whole else min(rows, count - i))
+        return result
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""

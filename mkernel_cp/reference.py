@@ -426,6 +426,7 @@ def gemm_allreduce(
     transfer_dtype: DTypeLike | None = None,
     *,
     tf32: bool = False,
+    orders: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> Expected:
     """The whole sum over ranks of ``a @ b``, each row as the rank that adds it has it.
 
@@ -433,6 +434,8 @@ def gemm_allreduce(
     ----------
     a_blocks, b_blocks, out_dtype, transfer_dtype, tf32
         As for `gemm_reduce_scatter`.
+    orders : sequence, optional
+        Its `order` for every rank.
 
     Returns
     -------
@@ -450,7 +453,11 @@ def gemm_allreduce(
     array([[6.]])
     """
     parts = [
-        gemm_reduce_scatter(a_blocks, b_blocks, None, rank, out_dtype, transfer_dtype, tf32=tf32)
+        gemm_reduce_scatter(
+            *(a_blocks, b_blocks, None, rank, out_dtype, transfer_dtype),
+            tf32=tf32,
+            order=orders and orders[rank],
+        )
         for rank in range(max(1, len(a_blocks)))
     ]
     value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))

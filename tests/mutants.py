@@ -350,7 +350,7 @@ MUTANTS = {
     ),
     "nodes: sum before the owner's call": Mutant(
         H + "node_sums.cuh",
-        "launch.await_call(part.source, plan_.digest) && ",
+        "launch.await_call(part.source, plan_->digest) && ",
         "",
         NODE_SUMS,
     ),

@@ -77,17 +77,23 @@ def test_sum_is_within_its_bound(case, nodes, transport):
         for seed in (1, 2):
             blocks = reduction_operands(case, seed)
             types = case.out_dtype, case.transfer_dtype
-            order = comm.topology.sum_order(comm.rank)
+            orders = [comm.topology.sum_order(rank) for rank in range(comm.size)]
             expected = reference.gemm_reduce_scatter(
-                *blocks, case.row_counts, comm.rank, *types, order=order
+                *blocks, case.row_counts, comm.rank, *types, order=orders[comm.rank]
             )
             out = worlds.nan_filled((case.row_counts[comm.rank], case.n), case.out_dtype)
             worlds.poison(comm)
             options = mk.Options((1, 2), (16, 24, 8), transfer_dtype=case.transfer_dtype)
-            own = (block[comm.rank] for block in blocks)
-            asked = {"row_counts": case.row_counts, "dtype": case.out_dtype, "options": options}
-            mk.gemm_reduce_scatter(*own, comm=comm, out=out, **asked)
+            own = [block[comm.rank] for block in blocks]
+            asked = {"comm": comm, "dtype": case.out_dtype, "options": options}
+            mk.gemm_reduce_scatter(*own, row_counts=case.row_counts, out=out, **asked)
             assert expected.check(out) <= 1
+            expected = reference.gemm_allreduce(*blocks, *types, orders=orders)
+            out = worlds.nan_filled((case.m, case.n), case.out_dtype)
+            worlds.poison(comm)
+            mk.gemm_allreduce(*own, out=out, **asked)
+            assert expected.check(out) <= 1
+            assert len(set(comm.agree("the same bits", out.tobytes))) == 1
 
     worlds.run(case.world, program, nodes=nodes, transport=transport)
 
@@ -119,6 +125,11 @@ def test_back_to_back_sums_with_late_ranks_and_roles(nodes, transport):
             own[:], other[:] = np.nan, np.nan
             whole = np.einsum("rmk,rkn->mn", a[step], b[step])
             np.testing.assert_array_equal(out, whole[start[comm.rank] : start[comm.rank + 1]])
+            own[:], other[:] = a[step, comm.rank], b[step, comm.rank]
+            worlds.poison(comm)
+            out = mk.gemm_allreduce(own, other, comm=comm, options=options)
+            own[:], other[:] = np.nan, np.nan
+            np.testing.assert_array_equal(out, whole)
             if step % 4 == 3:
                 out = mk.allgather_gemm(A, B, comm=comm)
                 assert (out == 6).all()
@@ -146,6 +157,11 @@ def test_a_node_sends_one_sum_and_the_bits_are_always_the_same(transport):
             sums = sum(counts[source] for source in comm.topology.sources) * n * 4
             letters = 2 * len(comm.topology.gateways) * 64
             assert step.plan.bytes_to_network == sums + letters
+            with mk.GemmAllReduce(*own, comm=comm, options=options) as step:
+                before, came = comm.network.counters()[0], comm.bytes_from_peers
+                results.append([step(*own).tobytes() for _ in range(3)])
+                assert comm.network.counters()[0] - before == 3 * step.plan.bytes_to_network
+                assert comm.bytes_from_peers - came == 3 * step.plan.bytes_from_peers
         assert all(len(set(same)) == 1 for same in results)
 
     worlds.run(4, program, nodes=(1, 2, 1), transport=transport)
@@ -224,17 +240,13 @@ def test_the_same_bits_on_any_number_of_nodes():
 
 
 def test_what_works_within_one_node_only_says_so():
-    calls = {
-        "gemm_allreduce": lambda comm: mk.gemm_allreduce(A, B, comm=comm),
-        "ring_attention": lambda comm: mk.ring_attention(*[np.ones((1, 4, 2, 8))] * 3, comm=comm),
-    }
+    def program(comm):
+        mk.ring_attention(*[np.ones((1, 4, 2, 8))] * 3, comm=comm)
 
-    def program(comm, call):
-        call(comm)
-
-    for name, call in calls.items():
-        with pytest.raises(mk.ConfigurationError, match=f"{name}.*one node only.*MKERNEL_NODES"):
-            worlds.run(2, program, call, nodes=2)
+    with pytest.raises(
+        mk.ConfigurationError, match=r"ring_attention.*one node only.*MKERNEL_NODES"
+    ):
+        worlds.run(2, program, nodes=2)
 
 
 def test_a_trace_shows_the_agents_of_the_network(tmp_path):
@@ -414,4 +426,4 @@ def test_the_demo_is_right_between_processes(nodes, transport, ranks):
     result = mpirun(ranks, "-m", "mkernel_cp", "demo", env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"over {transport} on network cards made of software" in result.stdout
-    assert "all 15 rows agree with the reference" in result.stdout
+    assert "all 22 rows agree with the reference" in result.stdout

@@ -152,7 +152,8 @@ def _gemm_reduce_scatter(comm: Communicator, case: _GemmCase) -> _Measured:
 
 def _gemm_allreduce(comm: Communicator, case: _GemmCase) -> _Measured:
     blocks = _terms(case, comm.size)
-    expected = reference.gemm_allreduce(*blocks, case.out_dtype)
+    orders = [comm.topology.sum_order(rank) for rank in range(comm.size)]
+    expected = reference.gemm_allreduce(*blocks, case.out_dtype, orders=orders)
     return _measure(comm, GemmAllReduce, expected, *(block[comm.rank] for block in blocks))
 
 
@@ -273,7 +274,7 @@ class _Operator:
 _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm, across_nodes=True),
     _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
-    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
+    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce, across_nodes=True),
     _Operator("ring_attention", _attention_cases, _ring_attention, ("host",)),
 )
 

@@ -204,6 +204,8 @@ class GemmOperator(abc.ABC):
         words: dict[str, Any] = {**self._type_defines(), **self._tile.defines(self._spec.dtype)}
         if self._mapped:
             words |= {"MK_A_BY_COLUMNS": a_by_columns, "MK_B_BY_COLUMNS": self._b_by_columns}
+        if self._comm.num_nodes > 1:
+            words["MK_NODES"] = 1
         source = str(compiler.kernel_source(self.function))
         return self._comm.load(Kernel(source, self.function, tuple(compiler.macros(words).items())))
 

@@ -96,6 +96,7 @@ class GemmAllReduce(ReductionOperator):
     """
 
     function = "gemm_allreduce"
+    across_nodes = True
     params_struct = "GemmAllReduceParams"
     plan_type = plans.GemmAllReducePlan
     plan: plans.GemmAllReducePlan
@@ -132,4 +133,5 @@ class GemmAllReduce(ReductionOperator):
             reduction=super()._constants(arena, base),
             stripe=self.plan.stripe_columns,
             sums=self._zone(arena, 1),
+            chunks=len(self.plan.writes("verbs")),
         )

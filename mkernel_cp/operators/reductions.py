@@ -145,10 +145,11 @@ class ReductionOperator(GemmOperator):
             "sums": sums,
         }
         named = {name: self._constant(f"nodes: {name}", array) for name, array in arrays.items()}
-        chunks = len(arrays["writes"])
-        if chunks > MOST_CHUNKS:
+        chunks = plan.sum_chunks
+        come = len(arrays["writes"])
+        if come > MOST_CHUNKS:
             raise ValueError(
-                f"{chunks} parts of {plan.part} come from other nodes: at most {MOST_CHUNKS}; "
+                f"{come} parts of {plan.part} come from other nodes: use at most {MOST_CHUNKS}; "
                 "Options(tile=) makes them larger"
             )
         between = structures.NodeSumsPlan(

@@ -27,12 +27,13 @@ class Nodes:
         self._network = network
         self._arrays = {
             name: np.array(getattr(topology, name), np.uint64)
-            for name in ("gateways", "sources", "holders")
+            for name in ("gateways", "sources", "links", "holders")
         }
         self._struct = structs.shared().Network(
             queue=network.queue.struct,
             gateway_count=len(topology.gateways),
             source_count=len(topology.sources),
+            link_count=len(topology.links),
             arrived=network.arrived.ctypes.data,
             letters=network.letters.ctypes.data,
             region=LETTERS,

@@ -63,12 +63,12 @@ public:
     // In the zone of who adds: the slot of a part that comes from `distance` steps further around the ring of the node; for
     // own rows, also of one that comes from another node.
     MK_DEVICE i64 slot(const Tile& piece, u64 distance) const {
-        const i64 first = nodes_ ? nodes_->first_slot[piece.source] : 0;
+        const i64 first = several_nodes ? nodes_->first_slot[piece.source] : 0;
         return first + i64(distance - 1) * parts_.count(piece.source) + parts_.within_owner(piece);
     }
     MK_DEVICE u64 peers() const { return launch_.node().size - 1; }
     MK_DEVICE u64 nodes(const Tile& piece) const {
-        return nodes_ && piece.source == launch_.rank() ? launch_.world().network->gateway_count : 0;
+        return several_nodes && piece.source == launch_.rank() ? launch_.world().network->gateway_count : 0;
     }
     // Among the chunks of own rows: what another node sends of a part.
     MK_DEVICE u64 chunk(const Tile& piece, u64 node) const {
@@ -270,12 +270,15 @@ public:
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed sent) const {
         const Zone sums(launch, plan_->sums);
-        for (u64 peer : RingOrder(launch.rank(), launch.size()))
-            launch.raise<Scope::system>(sums.signal(peer, this->parts_.over_all(part)), 1, sent);
+        for (u64 i = 1; i < launch.node().size; ++i)
+            launch.raise<Scope::system>(sums.signal(launch.neighbour(i), this->parts_.over_all(part)), 1, sent);
     }
 
+protected:
+    const GemmAllReducePlan* plan_;
+
 private:
-    // Stores a run of a part's sums at every peer.
+    // Stores a run of a part's sums at every peer of this node; where there are others, also here, from where it is sent.
     struct HandOut {
         const Launch& launch;
         Zone sums;
@@ -283,12 +286,10 @@ private:
 
         template <class Run>
         MK_DEVICE void operator()(i64 row, i64 column, const Run& run) const {
-            for (u64 peer : RingOrder(launch.rank(), launch.size()))
-                run.store(reinterpret_cast<T*>(sums.slot(peer, number)) + place + row * pitch + column);
+            for (u64 i = several_nodes ? 0 : 1; i < launch.node().size; ++i)
+                run.store(reinterpret_cast<T*>(sums.slot(launch.neighbour(i), number)) + place + row * pitch + column);
         }
     };
-
-    const GemmAllReducePlan* plan_;
 };
 
 // The sums that the peers have pushed here.

@@ -28,13 +28,13 @@ public:
 
     // Agents that read what peers say of their calls: movers, or compute agents where there are none, and inter-send.
     MK_DEVICE u64 readers() const {
-        return (split_.movers > 0 ? split_.movers : split_.compute) + (world().network ? 1 : 0);
+        return (split_.movers > 0 ? split_.movers : split_.compute) + (several_nodes ? 1 : 0);
     }
 
 private:
     static MK_DEVICE Role role_of(Split split) {
         const u64 index = Agent::current().index(), others = split.movers + split.compute;
-        if (index < others) return index < split.movers ? Role::mover : Role::compute;
+        if (!several_nodes || index < others) return index < split.movers ? Role::mover : Role::compute;
         return index == others ? Role::inter_send : Role::inter_receive;
     }
 

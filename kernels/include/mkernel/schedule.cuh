@@ -43,11 +43,11 @@ struct Node {
 
 // The rank that comes `step` steps after `rank`: around the ring of its node, and then around that of all others.
 MK_DEVICE u64 ring_rank(u64 rank, u64 step, u64 size, Node node) {
-    if (step < node.size) {
+    if (several_nodes && step < node.size) {
         const u64 place = rank - node.begin + step;
         return node.begin + (place < node.size ? place : place - node.size);
     }
-    const u64 place = (node.size > 0 ? node.begin : rank) + step;
+    const u64 place = (several_nodes && node.size > 0 ? node.begin : rank) + step;
     return place < size ? place : place - size;
 }
 
@@ -165,7 +165,8 @@ public:
 
 private:
     MK_DEVICE u64 source(u64 step) const {
-        return grid_.order ? grid_.order[step] : ring_rank(grid_.rank, step, grid_.size, grid_.node);
+        if (several_nodes && grid_.order) return grid_.order[step];
+        return ring_rank(grid_.rank, step, grid_.size, grid_.node);
     }
     MK_DEVICE i64 rows(u64 source) const { return grid_.row_start[source + 1] - grid_.row_start[source]; }
 

@@ -145,6 +145,8 @@ struct Network {
     u64* gateways;
     u64 source_count;
     u64* sources;
+    u64 link_count;  // both
+    u64* links;
     u64* holders;     // [rank]: who of this node has what it sends: itself, or its gateway
     u64* arrived;     // signals, raised by the proxy: [rank] its letter, [size + rank] its receipt, [2 size + chunk]
     Letter* letters;  // that of this rank, then [generation % 2][rank] of the others, and one that nobody reads
@@ -285,6 +287,7 @@ struct GemmAllReducePlan {
     GemmReduceScatterPlan reduction;
     i64 stripe;     // columns that are summed and handed out before the next ones
     ZonePlan sums;  // [part, counted over all owners]
+    u64 chunks;     // that come over the network: partial sums, and then as many as there are parts
 };
 
 struct GemmAllReduceParams {

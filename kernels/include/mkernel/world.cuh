@@ -11,7 +11,9 @@ public:
     using Context::Context;
 
     // The ranks that this one reaches, and itself.
-    MK_DEVICE Node node() const { return {world().node_begin, world().node_size}; }
+    MK_DEVICE Node node() const {
+        return several_nodes ? Node{world().node_begin, world().node_size} : Node{0, size()};
+    }
 
     // Tells every peer of this node what this rank calls and where its operand is. One agent of the launch does it.
     MK_DEVICE void announce(const CallMessage& message) {
@@ -32,7 +34,7 @@ public:
     }
 
     // Who of this node has what a rank shows: itself, or its gateway.
-    MK_DEVICE u64 holder(u64 peer) const { return world().network ? world().network->holders[peer] : peer; }
+    MK_DEVICE u64 holder(u64 peer) const { return several_nodes ? world().network->holders[peer] : peer; }
 
     // Waits until the peer has made the same call. False also if it makes another one, or has refused.
     MK_DEVICE bool await_call(u64 peer, u64 digest) {
@@ -71,7 +73,7 @@ public:
     }
 
     // Agents that look at messages where one greets: inter-receive too.
-    MK_DEVICE u64 greeters() const { return world().network ? 2 : 1; }
+    MK_DEVICE u64 greeters() const { return several_nodes ? 2 : 1; }
 
     // The one that is i steps further around the ring of this node.
     MK_DEVICE u64 neighbour(u64 i) const { return ring_rank(rank(), i, size(), node()); }
