@@ -771,15 +771,15 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
         return sums + letters * LETTER_BYTES
 
     def writes(self, transport: str) -> list[int]:
-        """Return in how many writes each chunk comes: partial sums, and then sums of all parts."""
+        """Return in how many writes each chunk comes: sums of all parts, and then partial ones."""
         rows, columns = self.part
-        result = super().writes(transport)
+        result: list[int] = []
         for count in self.row_counts:
             for i in range(0, count, rows):
                 for j in range(0, self.n, columns):
                     whole = transport != "efa" or j + columns <= self.n
                     result.append(1 if whole else min(rows, count - i))
-        return result
+        return result + super().writes(transport)
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""

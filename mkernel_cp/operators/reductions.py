@@ -155,6 +155,7 @@ class ReductionOperator(GemmOperator):
         between = structures.NodeSumsPlan(
             pushed=1 + len(pushed),
             place=structures.Place(arena.number, offset),
+            first_chunk=come - chunks,
             chunks=chunks,
             **named,
         )

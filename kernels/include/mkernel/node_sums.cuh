@@ -27,7 +27,7 @@ public:
         const u64 from = (row * u64(plan_->n) + u64(part.columns.begin)) * width;
         const Place& zone = plan_->partials.slots;
         Channel(launch, launch.world().network->queue)
-            .post({part.source, 2 * launch.size() + ordinal * parts + number,
+            .post({part.source, 2 * launch.size() + nodes.first_chunk + ordinal * parts + number,
                    {nodes.place.segment, nodes.place.offset + from},
                    {zone.segment, zone.offset + slot * u64(plan_->partials.slot_bytes)}, u64(plan_->n) * width,
                    u64(this->parts_.columns()) * width, u64(part.rows.size()), u64(part.columns.size()) * width},
@@ -54,7 +54,7 @@ public:
         const Registered place{sums.slots.segment, sums.slots.offset + number * u64(sums.slot_bytes)};
         for (u64 i = 0; i < network->gateway_count; ++i)
             Channel(launch, network->queue)
-                .post({network->gateways[i], 2 * launch.size() + this->plan_->reduction.nodes->chunks + number, place, place,
+                .post({network->gateways[i], 2 * launch.size() + number, place, place,
                        pitch, pitch, u64(part.rows.size()), u64(part.columns.size()) * sizeof(T)},
                       sent);
     }
@@ -66,7 +66,7 @@ MK_DEVICE void pass_on_sum(Launch& launch, const GemmAllReducePlan& plan, const 
     const PartNumbers parts(plan.reduction);
     const Zone sums(launch, plan.sums);
     const i64 number = parts.over_all(part), pitch = parts.columns() * i64(sizeof(T));
-    const u64* arrived = &launch.world().network->arrived[2 * launch.size() + plan.reduction.nodes->chunks + u64(number)];
+    const u64* arrived = &launch.world().network->arrived[2 * launch.size() + u64(number)];
     if (!launch.wait(launch.agent(), arrived, 1, {Awaited::network, part.source, u64(number)})) return;
     const Lines here{sums.slot(launch.rank(), number), pitch};
     for (u64 i = 1; i < launch.node().size; ++i) {
@@ -102,7 +102,8 @@ MK_DEVICE void receive_node_sums(Launch& launch, const GemmReduceScatterPlan& pl
     for (u64 i = 0; i < network.source_count; ++i)
         mail.pass_on_call(network.sources[i], plan.digest, [](CallMessage&) {});
     meanwhile();
-    for (u64 chunk = 0; chunk < plan.nodes->chunks; ++chunk) {
+    for (u64 i = 0; i < plan.nodes->chunks; ++i) {
+        const u64 chunk = plan.nodes->first_chunk + i;
         const u64* arrived = &network.arrived[2 * launch.size() + chunk];
         if (!launch.wait(launch.agent(), arrived, 1, {Awaited::network, everyone, chunk})) break;
     }

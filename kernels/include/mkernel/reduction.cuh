@@ -70,9 +70,9 @@ public:
     MK_DEVICE u64 nodes(const Tile& piece) const {
         return several_nodes && piece.source == launch_.rank() ? launch_.world().network->gateway_count : 0;
     }
-    // Among the chunks of own rows: what another node sends of a part.
+    // The chunk in which another node sends its sum of a part of own rows.
     MK_DEVICE u64 chunk(const Tile& piece, u64 node) const {
-        return node * u64(parts_.count(piece.source)) + u64(parts_.within_owner(piece));
+        return nodes_->first_chunk + node * u64(parts_.count(piece.source)) + u64(parts_.within_owner(piece));
     }
 
 private:

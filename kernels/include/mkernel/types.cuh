@@ -254,8 +254,9 @@ struct NodeSumsPlan {
     i64* row_start;   // of `sums`, for who sends them
     Matrix* sums;     // on their way
     Place place;      // of that
+    u64 first_chunk;  // of those in which sums of other nodes come here: on all ranks the same
     u64 chunks;
-    u64* writes;  // [chunk]
+    u64* writes;  // [chunk], of all
 };
 
 // What does not change from call to call of gemm_reduce_scatter.
@@ -287,7 +288,7 @@ struct GemmAllReducePlan {
     GemmReduceScatterPlan reduction;
     i64 stripe;     // columns that are summed and handed out before the next ones
     ZonePlan sums;  // [part, counted over all owners]
-    u64 chunks;     // that come over the network: partial sums, and then as many as there are parts
+    u64 chunks;     // that come over the network: one for each part of all, and then partial sums
 };
 
 struct GemmAllReduceParams {
