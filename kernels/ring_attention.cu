@@ -3,7 +3,7 @@
 //            other, each from rank - 1 first, into a window of a few units
 //   compute  keeps a tile of queries, walks over all keys and values that it sees, own ones first, as soon as they have
 //            arrived (online softmax), and stores the tile once
-#include "mkernel/engine/attention_host.cuh"
+#include "mkernel/engine/attention.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -30,8 +30,9 @@ MK_KERNEL(ring_attention, RingAttentionParams, p) {
             for (const Run& run : Walk(plan)) {
                 if (run.source == rank) continue;
                 if (unit.index == 0 && !launch.await_call(run.source, plan.digest)) break;
-                const Place theirs = launch.message_of(run.source).operand;
-                window.pull(courier, unit, run, *static_cast<KeysAndValues*>(launch.at(run.source, theirs)));
+                const Place shown = launch.message_of(run.source).operand;
+                const KeysAndValues theirs = *static_cast<KeysAndValues*>(launch.at(run.source, shown));
+                window.pull(courier, unit, run, theirs);
             }
         }
         window.finish(courier);

@@ -5,22 +5,25 @@ Pure Python, as all plans.
 
 import functools
 import math
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from .memory import round_up
-from .plan import Options, PlanFile
+from .plan import Gpu, Options, PlanFile, choose_split
 from .reference import array_split_counts
 
 LAYOUTS = ("contiguous", "zigzag")
-MOST_COLUMNS = 256
+COLUMNS = (64, 128, 256)  # of a head, that engines of GPUs are compiled for: others take the next
+MOST_COLUMNS = COLUMNS[-1]
 MOST_COMPUTE_AGENTS = 1024
 _ALIGNMENT = 256
 _CHUNK_BYTES = 1 << 16
 _WINDOW_BYTES = 1 << 26  # that a window takes unasked, if two units need no more
+# So many blocks of 128 threads fill a link, and so many queries of a head of keys keep a GPU busy
+# for about twice as long as the keys then take; where there are more, fewer movers will do.
+_MOST_MOVERS, _LEAST_MOVERS, _BUSY_QUERIES = 24, 4, 2048
 
 
 @dataclass(frozen=True)
@@ -297,31 +300,141 @@ class RingAttentionPlan(PlanFile):
         )
 
 
-def plan_ring_attention(rank: int, attention: Attention, options: Options) -> RingAttentionPlan:
-    """Choose a plan for the host target: two compute agents at most, see `plan_allgather_gemm`."""
-    own = attention.seq_counts[rank]
-    tile = options.tile or (64, 64, attention.columns)
-    if tile[2] != attention.columns:
-        raise ValueError(
-            f"Options(tile={tile}): attention takes all columns of a head at a time; use "
-            f"{(*tile[:2], attention.columns)}"
-        )
-    tile = (min(tile[0], max(1, own)), min(tile[1], max(attention.seq_counts, default=0) or 1))
-    group = attention.heads // attention.kv_heads
-    blocks = sum(math.ceil(run.count / tile[0]) for run in attention.held_by(rank))
-    if options.split:
-        movers, compute = options.split
+@dataclass(frozen=True)
+class HostAttentionTile:
+    """What engine/attention_host.cuh computes at a time.
+
+    Attributes
+    ----------
+    tile : tuple of int
+        (queries, keys, columns).
+    """
+
+    tile: tuple[int, int, int]
+
+    engine: ClassVar[str] = "host"
+    cluster: ClassVar[int] = 1
+
+    def shared_bytes(self, dtype: np.dtype) -> int:
+        """Return what QueryRows carves up."""
+        queries, keys, columns = self.tile
+        accumulators = 2 * queries * columns + queries * keys + keys * columns + 2 * queries
+        return accumulators * max(4, dtype.itemsize) + queries * columns * dtype.itemsize
+
+    def defines(self, dtype: np.dtype) -> dict[str, int]:
+        """Return no macros: the tile is a run-time value."""
+        return {}
+
+
+@dataclass(frozen=True)
+class PortableAttentionTile:
+    """What engine/attention_portable.cuh is compiled with.
+
+    Attributes
+    ----------
+    tile : tuple of int
+        (queries, keys, columns).
+    stages : int
+        Panels of keys or values in flight.
+    """
+
+    tile: tuple[int, int, int]
+    stages: int
+
+    engine: ClassVar[str] = "portable"
+    cluster: ClassVar[int] = 1
+
+    def shared_bytes(self, dtype: np.dtype) -> int:
+        """Return the shared memory of a thread block: queries, panels, and what else there is."""
+        queries, keys, columns = self.tile
+        return (queries + self.stages * keys) * _padded(columns) * dtype.itemsize + 2048
+
+    def defines(self, dtype: np.dtype) -> dict[str, int]:
+        """Return the macros that say so."""
+        names = "MK_TILE_ROWS", "MK_TILE_COLUMNS", "MK_TILE_K", "MK_STAGES"
+        queries, keys, columns = self.tile
+        return dict(zip(names, (queries, keys, _padded(columns), self.stages), strict=True))
+
+
+def _padded(columns: int) -> int:
+    """Return how many columns of shared memory those of a head take."""
+    return next(extent for extent in COLUMNS if extent >= columns)
+
+
+def portable_attention_tile(
+    columns: int, dtype: np.dtype, shared_bytes: int
+) -> PortableAttentionTile:
+    """Return what engine/attention_portable.cuh takes, for a GPU with so much memory per block.
+
+    AttentionTiling there says the same. Two blocks on a multiprocessor go before many stages.
+    """
+    line = _padded(columns) * dtype.itemsize
+    if dtype.itemsize == 2:
+        queries, keys = 128 if line <= 256 else 64, 64
     else:
-        cores = len(os.sched_getaffinity(0))
-        movers = 1
-        compute = max(1, min(2, cores // attention.ranks, blocks * group * attention.units))
-    if attention.ranks == 1:
-        movers = 0
-    elif movers == 0:
+        queries, keys = 16 if line > 1024 else 64, 32 if line <= 512 else 16
+    choices = [PortableAttentionTile((queries, keys, columns), stages) for stages in (4, 3, 2)]
+    room = shared_bytes // 2 - 1024  # of which a block takes 1024 unasked
+    fits = (choice for choice in choices if choice.shared_bytes(dtype) <= room)
+    return next(fits, choices[-1])
+
+
+def choose_attention_tile(
+    rank: int, attention: Attention, options: Options, gpu: Gpu | None
+) -> HostAttentionTile | PortableAttentionTile:
+    """Choose the engine and its tile, for a GPU or for the host target.
+
+    Raises
+    ------
+    ValueError
+        If the options ask for a tile that the engine cannot take.
+    """
+    columns = attention.columns
+    if options.tile and options.tile[2] != columns:
+        raise ValueError(
+            f"Options(tile={options.tile}): attention takes all columns of a head at a time; use "
+            f"{(*options.tile[:2], columns)}"
+        )
+    if gpu is None:
+        queries, keys, _ = options.tile or (64, 64, columns)
+        most = max(attention.seq_counts, default=0)
+        queries = min(queries, max(1, attention.seq_counts[rank]))
+        return HostAttentionTile((queries, min(keys, max(1, most)), columns))
+    chosen = portable_attention_tile(columns, attention.dtype, gpu.shared_bytes)
+    if options.tile not in (None, chosen.tile):
+        raise ValueError(
+            f"Options(tile={options.tile}): for {attention.dtype.name} and D={columns} a GPU takes "
+            f"{chosen.tile}"
+        )
+    return chosen
+
+
+def plan_ring_attention(
+    rank: int,
+    attention: Attention,
+    options: Options,
+    gpu: Gpu | None = None,
+    capacity: int = 0,
+) -> RingAttentionPlan:
+    """Choose a plan: for a GPU that runs `capacity` agents at a time, or for the host target.
+
+    On the host target, two compute agents at most: see `plan_allgather_gemm`.
+    """
+    chosen = choose_attention_tile(rank, attention, options, gpu)
+    blocks = sum(math.ceil(run.count / chosen.tile[0]) for run in attention.held_by(rank))
+    tiles = blocks * attention.heads * attention.batch
+    queries = max(1, attention.seq_counts[rank] * (attention.heads // attention.kv_heads))
+    movers = max(_LEAST_MOVERS, min(_MOST_MOVERS, _MOST_MOVERS * _BUSY_QUERIES // queries))
+    movers = max(1, min(movers, 2 * attention.chunks(rank)))
+    if attention.ranks > 1 and options.split and options.split[0] == 0:
         raise ValueError(
             f"Options(split={options.split}): ring_attention needs movers of their own, which wait "
             "until those who compute have made room; use at least 1"
         )
+    split = choose_split(
+        *(chosen, attention.ranks, tiles, movers, options),
+        min(capacity, MOST_COMPUTE_AGENTS),
+    )
     return RingAttentionPlan(
         rank=rank,
         batch=attention.batch,
@@ -334,19 +447,13 @@ def plan_ring_attention(rank: int, attention: Attention, options: Options) -> Ri
         causal=attention.causal,
         scale=attention.scale,
         layout=attention.layout,
-        target="host",
-        engine="host",
-        tile=(*tile, attention.columns),
+        target="cuda" if gpu else "host",
+        engine=chosen.engine,
+        tile=chosen.tile,
         chunk_bytes=attention.chunk_bytes or _CHUNK_BYTES,
         chunk=attention.chunk,
         max_workspace=attention.max_workspace,
         window=attention.window,
-        split=(movers, compute),
-        shared_bytes=_host_shared_bytes(*tile, attention.columns, attention.dtype),
+        split=split,
+        shared_bytes=chosen.shared_bytes(attention.dtype),
     )
-
-
-def _host_shared_bytes(queries: int, keys: int, columns: int, dtype: np.dtype) -> int:
-    """Return what QueryRows of engine/attention_host.cuh carves up."""
-    accumulators = 2 * queries * columns + queries * keys + keys * columns + 2 * queries
-    return accumulators * max(4, dtype.itemsize) + queries * columns * dtype.itemsize

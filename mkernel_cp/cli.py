@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--operator",
-        choices=[name for name, _ in compile.OPERATORS],
+        choices=compile.OPERATORS,
         help="of one operator only (default: of all)",
     )
 

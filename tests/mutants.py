@@ -26,6 +26,8 @@ NETWORK = ("test_channel.py", "test_network.py")
 NODE_RACES = ("test_thread_sanitizer.py::test_ranks_as_threads_do_not_race[node_threads.py]",)
 NODE_SUMS = ("test_nodes.py::test_back_to_back_sums_with_late_ranks_and_roles",)
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
+EMULATED_GEMM = ("test_emulated_gemm.py",)
+EMULATED_ATTENTION = ("test_emulated_attention.py",)
 
 
 class Mutant(NamedTuple):
@@ -363,11 +365,102 @@ MUTANTS = {
     ),
     "nodes: receipt before the sender's call": Mutant(
         H + "node_sums.cuh",
-        "if (launch.await_call(network.gateways[i], plan.digest)) mail",
+        "if (launch.await_call(to.ranks[i], plan.digest)) mail",
         "mail",
         NODE_SUMS,
     ),
+    "attention on GPUs: wait for a panel": Mutant(
+        H + "engine/attention_portable.cuh",
+        "wait_copies<stages - 2>",
+        "wait_copies<stages>",
+        EMULATED_ATTENTION,
+    ),
+    "attention on GPUs: barrier between panels": Mutant(
+        H + "engine/attention_portable.cuh",
+        "__syncthreads();\n        bring(shared, number + stages - 1);",
+        "bring(shared, number + stages - 1);",
+        EMULATED_ATTENTION,
+    ),
+    "attention on GPUs: mask": Mutant(
+        H + "engine/attention_portable.cuh",
+        "lane.column_of(k)) >= end)",
+        "lane.column_of(k)) > end)",
+        EMULATED_ATTENTION,
+    ),
+    "attention on GPUs: rescale of the values": Mutant(
+        H + "engine/attention_portable.cuh",
+        "kept.sums[i][j][k] *= part;",
+        "(void)part;",
+        EMULATED_ATTENTION,
+    ),
+    "attention on GPUs: sum of the weights of all lanes": Mutant(
+        H + "engine/attention_portable.cuh",
+        "total += __shfl_xor_sync(~0u, total, far);",
+        "total += total;",
+        EMULATED_ATTENTION,
+    ),
+    "attention on GPUs: masked values": Mutant(
+        H + "engine/attention_portable.cuh",
+        "if (all_see < lines &&",
+        "if (all_see > lines &&",
+        (
+            f"{EMULATED_ATTENTION[0]}::test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy",
+        ),
+    ),
+    "attention on GPUs: NaN after a failure": Mutant(
+        H + "engine/attention_portable.cuh",
+        "failed ? not_a_number<T>() : sink",
+        "failed ? T() : sink",
+        (f"{EMULATED_ATTENTION[0]}::test_what_does_not_arrive_leaves_nan",),
+    ),
 }
+
+# Of the engines for GPUs.
+for name, (file, old, new) in {
+    "hopper: stage loaded too early": (
+        "hopper.cuh",
+        "ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);",
+        "",
+    ),
+    "hopper: stage given back too early": (
+        "hopper.cuh",
+        "ptx::multiply_wait<1>();  // the panel",
+        "// the panel",
+    ),
+    "hopper: strip overwritten": (
+        "hopper.cuh",
+        "ptx::wait(&shared.stored[consumer][strip.slot], strip.parity ^ 1);",
+        "",
+    ),
+    "hopper: strip given back too early": (
+        "hopper.cuh",
+        "else ptx::wait_stores_read<strips - 1>();",
+        "",
+    ),
+    "portable: slot overwritten": (
+        "portable.cuh",
+        "ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);",
+        "",
+    ),
+    "portable: panel not waited for": (
+        "portable.cuh",
+        "if (count != end) ptx::wait(&shared.loaded[count % stages], count / stages % 2);",
+        "",
+    ),
+    "portable: strip overwritten": ("portable.cuh", "warp.sync();  // the strip is stored", ""),
+    "courier: stored before it is loaded": (
+        "../courier.cuh",
+        "ptx::wait(&slot.loaded, slot.parity);",
+        "",
+    ),
+    "courier: signal before the bytes": ("../courier.cuh", "ptx::wait_stores<0>();", ""),
+    "courier: slot loaded while it is stored": (
+        "../courier.cuh",
+        "ptx::wait_stores_read<1>();  // the store",
+        "// the store",
+    ),
+}.items():
+    MUTANTS[name] = Mutant(H + "engine/" + file, old, new, EMULATED_GEMM)
 
 
 def run(kernels: Path, tests: tuple[str, ...], cache: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,9 @@ import pytest
 from launcher import ROOT, mpirun
 
 import mkernel_cp as mk
-from mkernel_cp import reference
+from mkernel_cp import plan, reference
+from mkernel_cp.attention_plan import Attention, choose_attention_tile
+from mkernel_cp.commands import compile
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -328,10 +330,20 @@ def test_compile_fills_the_cache_once(tmp_path):
         done = alone("compile", *options, env=env)
         assert done.returncode == 0, done.stderr
         assert f"7 kernels for sm_80: {compiled} compiled" in done.stdout
-    assert len(list(tmp_path.glob("*.cubin"))) == 6
+    assert len(list(tmp_path.glob("*.cubin"))) == 7
     done = alone("compile", "--arch", "gpu", env=env)
     assert done.returncode == 1
     assert "sm_80 or sm_90a" in done.stderr
+
+
+@pytest.mark.parametrize(("arch", "kib"), [("sm_80", 163), ("sm_86", 99), ("sm_90a", 227)])
+def test_compile_has_the_kernels_of_attention_that_plans_take(arch, kib):
+    kernels = compile.kernels_for("ring_attention", arch)
+    assert len(kernels) == len(plan.DTYPES) * 3
+    attention = Attention(1, (512,), 4, 4, 100, np.dtype("f2"), False, 1.0, "contiguous")
+    gpu = plan.Gpu(arch, 100, kib << 10)
+    tile = choose_attention_tile(0, attention, plan.Options(), gpu)
+    assert {"MK_TYPE": "float16", **tile.defines(attention.dtype)} in kernels
 
 
 # --- how a job ends -------------------------------------------------------------------------------

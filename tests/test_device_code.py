@@ -7,10 +7,12 @@ import shutil
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 import mkernel_cp as mk
-from mkernel_cp import compiler
+from mkernel_cp import compiler, plan
+from mkernel_cp.attention_plan import portable_attention_tile
 
 pytestmark = pytest.mark.nvrtc
 
@@ -115,6 +117,35 @@ HALVES = [pair for pair in TYPES if "16" in pair[0]]
 def test_compiles_with_the_hopper_engine(name, types, cluster):
     """Neither serialised multiplies nor a dropped setmaxnreg, which ptxas only mentions."""
     found = complaint(*compile_kernel(name, "sm_90a", hopper(types, cluster)), name)
+    assert found is None, found
+
+
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90a": 227 << 10}
+# Architecture, dtype, columns of a head; what has most sums, and what is used most.
+ATTENTION = [
+    *itertools.product(SHARED_BYTES, ["bfloat16"], [128]),
+    ("sm_90a", "bfloat16", 64),
+    ("sm_90a", "float16", 256),
+    ("sm_80", "float32", 256),
+    ("sm_80", "float64", 128),
+    ("sm_90a", "float64", 256),
+]
+
+
+@pytest.mark.parametrize(("architecture", "dtype", "columns"), ATTENTION)
+def test_attention_compiles_without_spills(architecture, dtype, columns):
+    dtype = np.dtype(dtype)
+    tile = portable_attention_tile(columns, dtype, SHARED_BYTES[architecture])
+    macros = {"MK_TYPE": plan.cpp_type(dtype), **tile.defines(dtype)}
+    built = compile_kernel("ring_attention", architecture, macros)
+    found = complaint(*built, "ring_attention", architecture)
+    assert found is None, found
+
+
+@pytest.mark.parametrize("macros", [{}, {"MK_TRACE": 1}], ids=["plain", "traced"])
+def test_attention_compiles_without_a_plan(macros):
+    built = compile_kernel("ring_attention", "sm_80", macros)
+    found = complaint(*built, "ring_attention", "sm_80", traced=bool(macros))
     assert found is None, found
 
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import worlds
+from test_ring_attention import AttentionCase, blocks_of, counts_in, expected
 
 import mkernel_cp as mk
 from mkernel_cp import compiler
@@ -80,13 +81,14 @@ def call_and_wait(comm, seed=0, **options):
 
 
 @pytest.mark.gpu(world=1)
-def test_plain_cupy_compiles_a_kernel():
+@pytest.mark.parametrize("name", ["allgather_gemm", "ring_attention"])
+def test_plain_cupy_compiles_a_kernel(name):
     import cupy
 
-    source = compiler.kernel_source("allgather_gemm").read_text()
+    source = compiler.kernel_source(name).read_text()
     options = ("-std=c++17", "-I" + mk.include_dir())
     module = cupy.RawModule(code=source, options=options)
-    assert module.get_function("allgather_gemm").num_regs > 0
+    assert module.get_function(name).num_regs > 0
 
 
 @pytest.mark.gpu(world=1)
@@ -397,6 +399,39 @@ def test_a_thousand_calls_with_changing_inputs_and_late_ranks_and_roles(size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", worlds.SIZES)
+def test_five_hundred_calls_of_attention_with_late_ranks_and_roles(size):
+    """Two sets of operands take turns in the same arrays; the bits stay those of the first."""
+    import cupy
+
+    counts = counts_in("zigzag", 900, size)
+    case = AttentionCase("many", counts, (4, 2), 64, "bfloat16", True, "zigzag")
+
+    def program(comm):
+        worlds.chaos(comm, seed=6, delay_ns=(300_000, 300_000))
+        sets = [
+            [worlds.put(comm, blocks[comm.rank]) for blocks in blocks_of(case, seed)]
+            for seed in range(2)
+        ]
+        qkv = [comm.empty(x.shape, x.dtype) for x in sets[0]]
+        asked = {"causal": True, "layout": "zigzag", "seq_counts": counts}
+        first, wrong = [], cupy.zeros((), np.int64)
+        for number in range(500):
+            for x, values in zip(qkv, sets[number % 2], strict=True):
+                comm.machine.copy(x, values)
+            out = mk.ring_attention(*qkv, comm=comm, **asked)
+            for x in qkv:
+                x.view(np.uint8)[...] = 255
+            if number < 2:
+                expected(case, number, comm.rank)[0].assert_close(worlds.get(comm, out))
+                first.append(out.view(np.uint8))
+            wrong += (out.view(np.uint8) != first[number % 2]).any()
+        return int(wrong)
+
+    assert worlds.run(size, program) == [0] * size
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("size", worlds.SIZES)
 def test_a_hundred_runs_have_the_same_bits(size, dtype):
@@ -431,6 +466,28 @@ def test_a_rank_that_does_not_call_is_named_on_all():
     for error in outcomes(program):
         assert isinstance(error, mk.TimeoutError), error
         assert "rank 1 has not made this call" in str(error).lower()
+
+
+@pytest.mark.gpu(world=2)
+def test_attention_that_waits_in_vain_leaves_nan():
+    def program(comm):
+        x = worlds.put(comm, np.ones((1, 200, 2, 64), np.float16))
+        out = worlds.put(comm, np.zeros((1, 200, 2, 64), np.float16))
+        mk.ring_attention(x, x, x, comm=comm, out=out)
+        comm.synchronize()
+        assert (out == 1).all()
+        if comm.rank == 1:
+            time.sleep(4)
+        try:
+            mk.ring_attention(x, x, x, comm=comm, out=out)
+            comm.synchronize()
+        except mk.Error:
+            # Rank 1 is told when it calls, and has written nothing.
+            assert comm.rank == 1 or np.isnan(worlds.get(comm, out)).all()
+            raise
+
+    for error in outcomes(program):
+        assert isinstance(error, mk.TimeoutError), error
 
 
 @pytest.mark.gpu(world=2)

@@ -12,9 +12,15 @@ import worlds
 from shapes import DTYPES
 
 import mkernel_cp as mk
-from mkernel_cp import compiler, reference
-from mkernel_cp.attention_plan import Attention, RingAttentionPlan, plan_ring_attention
+from mkernel_cp import reference
+from mkernel_cp.attention_plan import (
+    Attention,
+    RingAttentionPlan,
+    plan_ring_attention,
+    portable_attention_tile,
+)
 from mkernel_cp.failure import Reason
+from mkernel_cp.plan import Gpu
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -148,6 +154,12 @@ def assert_right(comm, case, seed, results):
         part.assert_close(result, f"rank {comm.rank}")
 
 
+def small_tile(comm, tile):
+    """A tile that makes many of a small problem; engines of GPUs have but one."""
+    return None if comm.machine.gpu else tile
+
+
+@pytest.mark.operator
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_reference(case):
     def program(comm):
@@ -157,6 +169,7 @@ def test_equals_reference(case):
     worlds.run(case.world, program)
 
 
+@pytest.mark.operator
 @pytest.mark.parametrize("units", [1, 2, 3])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_many_units_pass_through_a_small_window(size, units):
@@ -166,9 +179,9 @@ def test_many_units_pass_through_a_small_window(size, units):
     case = AttentionCase("window", counts, (8, 4), 6, "float32", size > 2, layout, batch=2)
     slot = Attention(2, counts, 8, 4, 6, np.dtype("f4"), case.causal, 1.0, layout)
     slot = max(map(slot.slot_bytes, range(size)))
-    options = mk.Options((2, 2), (4, 5, 6), 60)
 
     def program(comm):
+        options = mk.Options((2, 2), small_tile(comm, (4, 5, 6)), 60)
         worlds.chaos(comm, seed=size + units, delay_ns=(100_000, 400_000))
         asked = {"max_workspace": units * slot + slot // 2, "options": options}
         for seed in (1, 2, 3):
@@ -183,6 +196,7 @@ def test_many_units_pass_through_a_small_window(size, units):
     worlds.run(size, program)
 
 
+@pytest.mark.operator
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 @pytest.mark.parametrize("size", worlds.SIZES)
 def test_back_to_back_calls_with_late_ranks_and_roles(size, lanes):
@@ -209,6 +223,43 @@ def test_back_to_back_calls_with_late_ranks_and_roles(size, lanes):
     worlds.run(size, program)
 
 
+@pytest.mark.operator
+@pytest.mark.parametrize("size", worlds.SIZES)
+def test_replayed_calls_equal_reference(size):
+    """On GPUs the calls are captured once; inputs change, and other calls come between."""
+    counts = counts_in("zigzag", 37, size)
+    case = AttentionCase("graph", counts, (4, 2), 8, "float32", True, "zigzag")
+
+    def program(comm):
+        asked = {"comm": comm, "seq_counts": counts, "causal": True, "layout": "zigzag"}
+        with worlds.stream(comm):
+            shapes = [blocks[comm.rank].shape for blocks in blocks_of(case, 0)]
+            sets = [[comm.zeros(shape, np.float32) for shape in shapes] for _ in range(2)]
+            outs = [worlds.put(comm, np.zeros(shapes[0], np.float32)) for _ in sets]
+            step = mk.RingAttention(*sets[0], **asked)
+
+            def calls():
+                for qkv, out in zip(sets, outs, strict=True):
+                    step(*qkv, out=out)
+
+            calls()
+            comm.synchronize()
+            replay = worlds.replayer(comm, calls)
+            for seed in range(0, 20, 2):
+                for number, qkv in enumerate(sets):
+                    for x, blocks in zip(qkv, blocks_of(case, seed + number), strict=True):
+                        worlds.fill(comm, x, blocks[comm.rank])
+                replay()
+                results = [*outs, *([mk.ring_attention(*sets[1], **asked)] if seed % 4 else [])]
+                for number, out in enumerate(results):
+                    right = expected(case, seed + min(number, 1), comm.rank)[0]
+                    right.assert_close(worlds.get(comm, out))
+            comm.synchronize()
+
+    worlds.run(size, program)
+
+
+@pytest.mark.operator(world=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_over_repeats_and_splits(dtype):
     case = AttentionCase("bits", (30, 31, 9), (4, 2), 24, dtype, True)
@@ -224,6 +275,7 @@ def test_same_bits_over_repeats_and_splits(dtype):
     assert all(len(bits) == 1 for bits in worlds.run(3, program))
 
 
+@pytest.mark.operator(world=3)
 def test_keys_and_values_in_a_segment_are_read_in_place_and_others_copied():
     counts = (5, 9, 4)
     case = AttentionCase("strides", counts, (3, 3), 8, "float32", True)
@@ -271,6 +323,7 @@ def moved(room, view, offset):
     return cupy.ndarray(view.shape, view.dtype, room.data + offset, view.strides)
 
 
+@pytest.mark.operator(world=2)
 def test_output_may_have_any_strides():
     case = AttentionCase("out", (9, 6), (4, 2), 5, "float64", True)
 
@@ -309,10 +362,12 @@ def test_uneven_elements_are_copied():
     worlds.run(2, program)
 
 
+@pytest.mark.operator(world=3)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(layout):
+def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(layout, dtype):
     counts = counts_in(layout, 25, 3)
-    case = AttentionCase("nan", counts, (2, 1), 4, "float32", True, layout)
+    case = AttentionCase("nan", counts, (2, 1), 4, dtype, True, layout)
     q, k, v = ([x.copy() for x in blocks] for blocks in blocks_of(case, 8))
     for rank, position in ((0, 3), (1, 2), (2, 6)):
         k[rank][0, position], v[rank][0, position - 1, 0, 1] = np.nan, np.inf
@@ -320,7 +375,7 @@ def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(layout):
 
     def program(comm):
         own = (worlds.put(comm, x[comm.rank]) for x in (q, k, v))
-        options = mk.Options(tile=(4, 3, 4))
+        options = mk.Options(tile=small_tile(comm, (4, 3, 4)))
         out, lse = mk.ring_attention(
             *own,
             comm=comm,
@@ -338,6 +393,7 @@ def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(layout):
     assert any(0 < part < 1 for part in worlds.run(3, program))
 
 
+@pytest.mark.operator(world=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_rank_pulls_only_what_it_uses(causal, layout):
@@ -449,6 +505,42 @@ def test_options_that_do_not_fit_are_refused(options, text):
         plan_ring_attention(0, attention(), options)
 
 
+H100, SMALL = Gpu("sm_90a", 132, 227 << 10), Gpu("sm_86", 84, 99 << 10)
+
+
+def plan_for(gpu, capacity=264, options=None, **changed):
+    return plan_ring_attention(0, attention(**changed), options or mk.Options(), gpu, capacity)
+
+
+def test_plans_for_gpus():
+    large = {"seq_counts": (3072,) * 4, "heads": 16, "kv_heads": 16, "dtype": np.dtype("f2")}
+    large["columns"] = 128
+    plan = plan_for(H100, **large)
+    assert (plan.target, plan.engine) == ("cuda", "portable")
+    assert plan.tile == (128, 64, 128)
+    assert plan.split == (16, 248)
+    assert plan_for(H100, **{**large, "seq_counts": (49152,) * 4}).split == (4, 260)
+    assert plan_for(H100, **{**large, "seq_counts": (1024,) * 4}).split == (24, 240)
+    assert 2 * (plan.shared_bytes + 1024) <= 228 << 10  # two blocks on a multiprocessor
+    assert plan_ring_attention(0, plan.attention, plan.options, H100, 264) == plan
+    assert plan_for(H100).split == (4, 8)  # little to move, and little to compute
+    assert plan_for(H100, seq_counts=(24,)).split == (0, 8)
+    assert plan_for(H100, options=mk.Options((2, None)), **large).split == (2, 262)
+    with pytest.raises(ValueError, match=r"for float32 and D=16 a GPU takes \(64, 32, 16\)"):
+        plan_for(H100, options=mk.Options(tile=(64, 64, 16)))
+    with pytest.raises(ValueError, match="264 agents"):
+        plan_for(H100, options=mk.Options((200, 100)), **large)
+
+
+@pytest.mark.parametrize("gpu", [H100, SMALL], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_fit_every_gpu(dtype, gpu):
+    for columns in (1, 64, 65, 128, 256):
+        tile = portable_attention_tile(columns, np.dtype(dtype), gpu.shared_bytes)
+        assert tile.shared_bytes(np.dtype(dtype)) <= gpu.shared_bytes
+        assert tile.defines(np.dtype(dtype))["MK_TILE_K"] >= columns
+
+
 # --- wrong arguments and failures -----------------------------------------------------------------
 
 Q, K = np.ones((2, 4, 4, 6)), np.ones((2, 4, 2, 6))
@@ -476,6 +568,7 @@ WRONG = {
     "out of another dtype": (TypeError, "has float64$", {"out": np.ones(Q.shape, "f4")}),
     "one out": (TypeError, "a pair", {"return_lse": True, "out": np.ones(Q.shape)}),
     "options": (TypeError, "Options", {"options": {"tile": 3}}),
+    "tf32": (TypeError, "as it is", {"options": mk.Options(tf32=True)}),
     "no movers": (ValueError, "movers", {"options": mk.Options((0, 1))}),
     "part of D": (ValueError, "all columns", {"options": mk.Options(tile=(2, 2, 2))}),
 }
@@ -532,16 +625,7 @@ def test_a_plan_refuses_other_operands_and_calls_after_its_end():
     worlds.run(2, program)
 
 
-def test_there_is_no_engine_for_gpus_yet():
-    def program(comm):
-        comm.target = "cuda"
-        with pytest.raises(mk.ConfigurationError, match="no GPU engine yet"):
-            mk.ring_attention(Q, K, K, comm=comm)
-        comm.target = "host"
-
-    worlds.run(2, program)
-
-
+@pytest.mark.operator(world=2)
 def test_a_larger_problem_moves_the_arena_under_earlier_plans():
     small = AttentionCase("small", (5, 7), (2, 1), 4, "float32", True)
     large = AttentionCase("large", (150, 170), (4, 2), 32, "float32", True)
@@ -549,7 +633,8 @@ def test_a_larger_problem_moves_the_arena_under_earlier_plans():
     def program(comm):
         for case in (small, large, small):
             assert_right(comm, case, 1, call(comm, case, 1))
-            out = mk.allgather_gemm(np.full((3, 5), 2.0), np.eye(5), comm=comm)
+            a, b = worlds.put(comm, np.full((3, 5), 2.0)), worlds.put(comm, np.eye(5))
+            out = worlds.get(comm, mk.allgather_gemm(a, b, comm=comm))
             np.testing.assert_array_equal(out, 2.0)
 
     worlds.run(2, program)
@@ -591,14 +676,17 @@ def test_different_calls_are_told_on_all_ranks(name, warm):
     mk.LocalWorld(3).run(main)
 
 
+@pytest.mark.operator(world=3)
 def test_only_the_log_sum_exp_may_be_asked_for_by_some():
     def program(comm):
+        q, k = worlds.put(comm, Q), worlds.put(comm, K)
         for _ in range(2):
-            out = mk.ring_attention(Q, K, K, comm=comm, return_lse=comm.rank == 1)
+            out = mk.ring_attention(q, k, k, comm=comm, return_lse=comm.rank == 1)
             if comm.rank == 1:
-                np.testing.assert_allclose(out[1], np.log(12) + 6**0.5)
+                lse = worlds.get(comm, out[1])
+                np.testing.assert_allclose(lse, np.log(12) + 6**0.5)
                 out = out[0]
-            np.testing.assert_allclose(out, 1.0)
+            np.testing.assert_allclose(worlds.get(comm, out), 1.0)
 
     worlds.run(3, program)
 
@@ -807,23 +895,3 @@ def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
         reasons |= {page.words.by_kernel.reason for page in comm._pages}
     assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
     assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9
-
-
-# --- device code ----------------------------------------------------------------------------------
-
-
-@pytest.mark.nvrtc
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_the_movers_are_device_code(architecture, tmp_path):
-    """All but the engine, which there is for the host only."""
-    story = compiler.kernel_source("ring_attention").read_text()
-    begin, end = (
-        story.index("    if (launch.is(Role::compute))"),
-        story.index("    launch.finish()"),
-    )
-    movers = story[:begin] + story[end:]
-    source = tmp_path / "movers.cu"
-    source.write_text(movers.replace("engine/attention_host.cuh", "attention.cuh"))
-    include, arch = f"-I{compiler.include_dir()}", f"--gpu-architecture={architecture}"
-    cubin, log = compiler.nvrtc_compile(source, ["-std=c++17", include, arch])
-    assert cubin is not None, log

@@ -96,14 +96,7 @@ class AllGatherGemmBench:
 
     def _attempt(self, work: Callable[[], Any]) -> Any:
         """Return `work()`, or if it failed on any rank, why it did on the first of them."""
-        result, problem = None, None
-        try:
-            result = work()
-        except Exception as error:
-            name = "" if isinstance(error, Error) else f"{type(error).__name__}: "
-            problem = name + str(error).strip().partition("\n")[0]
-        problems = self._comm.agree("whether that worked", lambda: problem)
-        return next(filter(None, problems), result)
+        return baselines.attempt(self._comm, work)
 
     # --- a shape ----------------------------------------------------------------------------------
 

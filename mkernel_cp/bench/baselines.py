@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ..communicator import Communicator
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, Error
 from ..targets import cuda
 from .timing import Call
 
@@ -52,6 +52,18 @@ class Operands:
 def without_multicast() -> None:
     """Tell libraries that are not loaded yet to do without NVLink multicast."""
     os.environ.update(_NO_MULTICAST)
+
+
+def attempt(comm: Communicator, work: Callable[[], Any]) -> Any:
+    """Return `work()`, or if it failed on any rank, why it did on the first of them. Collective."""
+    result, problem = None, None
+    try:
+        result = work()
+    except Exception as error:
+        name = "" if isinstance(error, Error) else f"{type(error).__name__}: "
+        problem = name + str(error).strip().partition("\n")[0]
+    problems = comm.agree("whether that worked", lambda: problem)
+    return next(filter(None, problems), result)
 
 
 # --- one GPU --------------------------------------------------------------------------------------

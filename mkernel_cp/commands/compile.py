@@ -1,38 +1,58 @@
 """`compile`: fill the cache of compiled code, for a job that is to start at once. Needs no GPU."""
 
 import argparse
-import itertools
 import time
+from typing import Any
 
 import numpy as np
 
 from .. import compiler, plan
+from ..attention_plan import COLUMNS, portable_attention_tile
 from ..errors import CompileError, ConfigurationError
 from .job import say
 
-# And whether partial sums travel, whose dtype then is that of the operands.
-OPERATORS = (("allgather_gemm", False), ("gemm_reduce_scatter", True), ("gemm_allreduce", True))
-
+# Of those that multiply, whether partial sums travel, whose dtype then is that of the operands.
+_GEMMS = {"allgather_gemm": False, "gemm_reduce_scatter": True, "gemm_allreduce": True}
+OPERATORS = (*_GEMMS, "ring_attention")
 
 _FLOAT32 = np.dtype(np.float32)
+# KiB of shared memory that a thread block can have, by compute capability.
+_SHARED_KIB = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227}
+_SHARED_KIB_OF_OTHERS = 99
+
+
+def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
+    """Return the macros of an operator's kernels: for every dtype, the tile that a plan takes.
+
+    The GEMMs have a default tile; attention has one for each width of heads.
+    """
+    if operator == "ring_attention":
+        shared_bytes = _SHARED_KIB.get(arch[3:].rstrip("af"), _SHARED_KIB_OF_OTHERS) << 10
+        return [
+            {"MK_TYPE": plan.cpp_type(dtype), **tile.defines(dtype)}
+            for dtype in plan.DTYPES
+            for tile in (portable_attention_tile(n, dtype, shared_bytes) for n in COLUMNS)
+        ]
+    kinds = [(dtype, dtype, False) for dtype in plan.DTYPES]
+    kinds += [(dtype, _FLOAT32, dtype == _FLOAT32) for dtype in plan.DTYPES if dtype.itemsize < 8]
+    sums = _GEMMS[operator]
+    return [
+        plan.type_defines(dtype, out_dtype, dtype if sums else None, tf32=tf32)
+        for dtype, out_dtype, tf32 in kinds
+    ]
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
-    """Compile every operator for every dtype and the default tile; return the exit code."""
+    """Compile every operator's kernels; return the exit code."""
     start, before = time.monotonic(), compiler.compile_count()
-    chosen = [one for one in OPERATORS if arguments.operator in (None, one[0])]
-    kinds = [(dtype, dtype, False) for dtype in plan.DTYPES]
-    kinds += [(dtype, _FLOAT32, dtype == _FLOAT32) for dtype in plan.DTYPES if dtype.itemsize < 8]
+    operators = OPERATORS if arguments.operator is None else (arguments.operator,)
     kernels = 0
     try:
-        for (name, sums), (dtype, out_dtype, tf32) in itertools.product(chosen, kinds):
-            transfer_dtype = dtype if sums else None
-            compiler.cubin(
-                compiler.kernel_source(name),
-                arguments.arch,
-                defines=plan.type_defines(dtype, out_dtype, transfer_dtype, tf32=tf32),
-            )
-            kernels += 1
+        for operator in operators:
+            for defines in kernels_for(operator, arguments.arch):
+                source = compiler.kernel_source(operator)
+                compiler.cubin(source, arguments.arch, defines=defines)
+                kernels += 1
     except (CompileError, ConfigurationError, ValueError) as error:
         say(error)
         return 1

@@ -263,19 +263,18 @@ class _Operator:
     name: str
     cases: Callable[[int], Iterator[Any]]
     run: Callable[[Communicator, Any], _Measured]
-    targets: tuple[str, ...] = ("host", "cuda")
     across_nodes: bool = False
 
     def runs_on(self, comm: Communicator) -> bool:
         """Return whether it works for these ranks."""
-        return comm.target in self.targets and (self.across_nodes or comm.num_nodes == 1)
+        return self.across_nodes or comm.num_nodes == 1
 
 
 _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm, across_nodes=True),
     _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
     _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce, across_nodes=True),
-    _Operator("ring_attention", _attention_cases, _ring_attention, ("host",)),
+    _Operator("ring_attention", _attention_cases, _ring_attention),
 )
 
 

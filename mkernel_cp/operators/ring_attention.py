@@ -16,6 +16,7 @@ from ..attention_plan import (
     MOST_COMPUTE_AGENTS,
     Attention,
     RingAttentionPlan,
+    choose_attention_tile,
     plan_ring_attention,
     zigzag_counts,
 )
@@ -97,8 +98,6 @@ def ring_attention(
     ArgumentMismatchError
         On all ranks, if they do not agree on B, the positions, heads, D, the dtype, `causal`,
         `scale`, `layout`, `max_workspace` or the size of chunks.
-    ConfigurationError
-        On the cuda target, for which there is no engine yet.
     TimeoutError, PeerLostError
         On all ranks, if one does not take part. What was not finished of the result is NaN.
 
@@ -108,7 +107,11 @@ def ring_attention(
     the agent that works on a tile of queries while it walks over all keys (online softmax [1]_);
     the ranks' keys and values come one after another, as in ring attention [2]_. The layout
     'zigzag' balances causal masks, as striped attention [3]_ does. Equal inputs in an equal world
-    give equal bits.
+    give equal bits. On GPUs the weights of 16-bit operands are rounded to their dtype before they
+    multiply the values.
+
+    On the cuda target a call returns at once, and can be captured in a CUDA graph, as
+    `allgather_gemm` says.
 
     .. [1] M. Milakov and N. Gimelshein, Online normalizer calculation for softmax,
        arXiv:1805.02867, 2018.
@@ -197,14 +200,21 @@ class RingAttention:
     def _set_up(self, spec: "_Spec", comm: Communicator) -> None:
         attention = spec.attention
         self._spec, self._comm, self._what = spec, comm, str(attention)
-        self.plan = plan_ring_attention(comm.rank, attention, spec.options)
+        gpu, need = comm.machine.gpu, attention.need()
+        tile = choose_attention_tile(comm.rank, attention, spec.options, gpu)
+        macros = {"MK_TYPE": plans.cpp_type(attention.dtype), **tile.defines(attention.dtype)}
         kernel = Kernel(
             str(compiler.kernel_source("ring_attention")),
             "ring_attention",
-            tuple(compiler.macros({"MK_TYPE": plans.cpp_type(attention.dtype)}).items()),
+            tuple(compiler.macros(macros).items()),
         )
-        comm.agreement(self._what, attention.need, lambda: comm.load(kernel) and None)
-        self._kernel = comm.load(kernel)
+        comm.agreement(self._what, lambda: need, lambda: comm.load(kernel) and None)
+        self._kernel, capacity = comm.load(kernel), 0
+        if gpu is not None:
+            capacity = self._kernel.capacity(
+                tile.shared_bytes(attention.dtype), spec.options.sm_budget
+            )
+        self.plan = plan_ring_attention(comm.rank, attention, spec.options, gpu, capacity)
         self._bind(comm.arena)
 
     def _bind(self, arena: Arena) -> None:
@@ -267,6 +277,8 @@ class RingAttention:
             spec.check(*(x.shadow for x in own))
             results = spec.outputs(out, [x.shadow for x in own], machine)
             machine.begin()
+            if machine.capturing and out is None:
+                raise ValueError("a call that a CUDA graph captures needs out=")
             # A kernel steps in whole elements; what does not is copied.
             targets = [
                 result if _whole_steps(result.shadow) else _like(result, machine)
@@ -401,10 +413,6 @@ def zigzag_join(parts: Sequence[Any], *, axis: int = 1) -> Any:
 
 
 def _shadows(q: Any, k: Any, v: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
-    if comm.target == "cuda":
-        raise errors.ConfigurationError(
-            "ring_attention has no GPU engine yet: use Communicator(target='host')"
-        )
     pairs = zip("qkv", (q, k, v), strict=True)
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in pairs)
 
@@ -463,6 +471,10 @@ class _Spec:
         if options is not None and not isinstance(options, plans.Options):
             raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
         self.options = options or plans.Options()
+        if self.options.tf32:
+            raise TypeError(
+                "Options(tf32=True): ring_attention multiplies float32 as it is; leave it out"
+            )
         self.return_lse = bool(return_lse)
         self.attention = Attention(
             batch=batch,

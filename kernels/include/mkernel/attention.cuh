@@ -2,7 +2,7 @@
 // which the peers' keys and values pass.
 #pragma once
 
-#include "roles.cuh"
+#include "sink.cuh"
 
 namespace mk {
 
@@ -175,7 +175,9 @@ public:
         const i64 length = plan_.chunk_positions;
         for (i64 chunk = positions.begin / length; chunk * length < positions.end; ++chunk) {
             const u64 index = signal_of(unit, run, chunk, part);
+            if (index == known_[u64(part)]) continue;  // most positions lie in the chunk that was waited for last
             if (!launch_.wait(who, &plan_.arrived[index], 1, {Awaited::arrival, everyone, index})) return false;
+            known_[u64(part)] = index;
         }
         return true;
     }
@@ -196,6 +198,7 @@ private:
     i64 columns_;
     u64 agents_;
     u64 pulled_ = 0;  // bytes
+    u64 known_[2] = {~u64(0), ~u64(0)};  // the last signal of keys, and of values, that this agent has seen
 };
 
 // Stores the rows of a query tile, and the logarithm of the sum of exponentials that each was divided by.
@@ -213,8 +216,17 @@ public:
                            i64 columns) const {
         const Panel rows = panel_of<T>(to_, unit.batch, tile.head, tile.rows.begin);
         T* to = static_cast<T*>(rows.data);
-        for (i64 i = agent.lane(); i < tile.rows.size() * columns; i += agent.lanes())
-            to[i / columns * rows.position_stride + i % columns * rows.column_stride] = staged[i];
+        const i64 per_word = i64(sizeof(Word) / sizeof(T));
+        const u64 shape = reinterpret_cast<u64>(to) | u64(rows.position_stride | columns) * sizeof(T);
+        if (rows.column_stride == 1 && (shape | reinterpret_cast<u64>(staged)) % sizeof(Word) == 0)
+            spread(agent, tile.rows.size(), columns / per_word, [&](i64 i, i64 j) {
+                *reinterpret_cast<Word*>(to + i * rows.position_stride + j * per_word) =
+                    *reinterpret_cast<const Word*>(staged + i * columns + j * per_word);
+            });
+        else
+            spread(agent, tile.rows.size(), columns, [&](i64 i, i64 j) {
+                to[i * rows.position_stride + j * rows.column_stride] = staged[i * columns + j];
+            });
         if (lse_.data == nullptr) return;
         const Panel sums = panel_of<Acc>(lse_, unit.batch, tile.head, tile.rows.begin);
         for (i64 i = agent.lane(); i < tile.rows.size(); i += agent.lanes())

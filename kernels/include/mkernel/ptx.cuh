@@ -51,6 +51,13 @@ MK_DEVICE void copy_async(void* to, const void* from, u32 bytes) {
                  : "memory");
 }
 
+// Closes the group of the copies that this thread has started since the last one.
+MK_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the last `left` groups of this thread are there.
+template <u32 left>
+MK_DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory"); }
+
 // --- sm_80: barriers -------------------------------------------------------------------------------------------------
 
 // A barrier of some warps of a block, `threads` in all; `id` is 1 to 15. Whether any of them says so.
@@ -195,6 +202,31 @@ MK_DEVICE void mma(double* c, const double* a, double b) {
             : "+d"(c[2 * i]), "+d"(c[2 * i + 1])
             : "d"(a[i]), "d"(b));
 #endif
+}
+
+// Two elements of 16 bits, as fragments have them.
+template <class T>
+MK_DEVICE u32 pack(float first, float second);
+
+template <>
+MK_DEVICE u32 pack<bfloat16>(float first, float second) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    return both;
+}
+
+template <>
+MK_DEVICE u32 pack<float16>(float first, float second) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    return both;
+}
+
+// 2 to a power, to two units in the last place; what is subnormal is 0.
+MK_DEVICE float power_of_two(float exponent) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+    return power;
 }
 
 }  // namespace ptx

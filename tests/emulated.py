@@ -1,0 +1,61 @@
+"""Pretended GPUs: what is compiled for GPUs runs on threads of the CPU.
+
+The headers in `emulation` take the place of the two that only a GPU runs. All else is as it is: the
+plan for a GPU, kernels and engines, the protocol between ranks.
+"""
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import worlds
+
+from mkernel_cp import compiler
+from mkernel_cp.host_kernel import HostKernel
+from mkernel_cp.plan import Gpu
+from mkernel_cp.targets.host import HostTarget
+
+_HEADERS = Path(__file__).parent / "emulation"
+
+AGENTS = 4
+"""How many the pretended GPU runs at a time."""
+
+GPUS = {arch: Gpu(arch, AGENTS, size << 10) for arch, size in (("sm_80", 163), ("sm_90a", 227))}
+
+
+@contextlib.contextmanager
+def kernels(folder: Path):
+    """Have kernels compiled as for GPUs, with those headers; copies of all go to a folder."""
+    shutil.copytree(compiler.kernels_dir(), folder)
+    headers = folder / "include" / "mkernel"
+    for header in _HEADERS.glob("*.cuh"):
+        shutil.copy(header, headers)
+    target = headers / "target.cuh"
+    text, count = re.subn(r"#if defined\(__CUDACC__\).*", "#if 1", target.read_text())
+    assert count == 1
+    target.write_text(text)
+    # Compiling takes longer than running.
+    quickly = tuple(option.replace("-O3", "-O1") for option in compiler._HOST_OPTIONS)
+    with pytest.MonkeyPatch.context() as patch, compiler.using_kernels(folder):
+        patch.setattr(compiler, "_HOST_OPTIONS", (*quickly, "-Wno-unknown-pragmas"))
+        patch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: AGENTS)
+        patch.setattr(HostTarget, "tensor_map", _tensor_map, raising=False)
+        yield
+
+
+def _tensor_map(machine, address, dtype, extents, pitch, box):
+    """Say in 16 words what the driver's encoding of a map says."""
+    words = address, dtype.itemsize, *extents, pitch, *box
+    return (*words, *[0] * (16 - len(words)))
+
+
+def on_gpu(comm, gpu, seed, program):
+    """Run ``program(comm)`` as a rank that has such a GPU.
+
+    Threads of a block take turns, and copies end early, in an order from the seed.
+    """
+    comm.machine.gpu = gpu
+    worlds.chaos(comm, seed=seed)
+    return program(comm)

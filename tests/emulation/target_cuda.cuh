@@ -1,0 +1,386 @@
+// Stands in for target_cuda.cuh: kernels for GPUs on threads of the CPU, so that engines run where there is no GPU. An
+// agent's thread runs the threads of its block in turn, warp by warp in an order drawn from a seed; each goes on until
+// it waits for others. What a GPU does meanwhile (copies, products of warpgroups) happens when it must, or at some time
+// before. It shows what an engine computes, and a missing barrier or wait; nothing of a GPU's memory model or speed.
+#pragma once
+
+#define Agent HostAgent
+#define Transfer HostTransfer
+#define pause host_pause
+#include "target_host.cuh"
+#undef Agent
+#undef Transfer
+#undef pause
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+
+#undef MK_KERNEL
+#ifdef MK_ENGINE_HOPPER
+#define MK_BULK_COPIES 1
+#else
+#define MK_BULK_COPIES 0
+#endif
+#ifndef MK_THREADS
+#define MK_THREADS 384
+#endif
+#ifndef MK_CLUSTER
+#define MK_CLUSTER 1
+#endif
+
+#define MK_KERNEL(NAME, PARAMS, p)                                                                                     \
+    static void NAME##_body(const PARAMS& p);                                                                          \
+    static void NAME##_entry(const void* params) {                                                                     \
+        mk::emulation::Block(MK_THREADS, MK_CLUSTER).run([=] { NAME##_body(*static_cast<const PARAMS*>(params)); });  \
+    }                                                                                                                  \
+    MK_EXPORT mk::u64 NAME##_params_size() { return sizeof(PARAMS); }                                                  \
+    MK_EXPORT int NAME##_launch(const mk::host::Launch* launch) {                                                      \
+        return mk::host::run_on_threads(NAME##_entry, *launch);                                                        \
+    }                                                                                                                  \
+    MK_EXPORT int NAME##_simulate(const mk::host::Launch* launches, mk::host::Simulation* simulation) {                \
+        return mk::host::Simulator(NAME##_entry, launches, *simulation).run();                                         \
+    }                                                                                                                  \
+    static void NAME##_body(const PARAMS& p)
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) double2 { double x, y; };
+
+namespace mk {
+namespace emulation {
+
+[[noreturn]] inline void stop(const char* why) {
+    std::fprintf(stderr, "emulated block: %s\n", why);
+    std::abort();
+}
+
+using Work = std::function<void()>;
+
+// Some threads that wait for each other.
+struct Meeting {
+    u32 arrived = 0, phase = 0;
+    bool verdict = false, next_verdict = false;
+};
+
+// What the threads of a warp show each other, in turn in two places: nobody is two meetings ahead.
+struct Warp {
+    Meeting meeting;
+    u64 shown[2][32][4];
+};
+
+// What a thread has asked for, in groups, of which the last is still open: done when it is waited for, or earlier.
+class Groups {
+public:
+    void add(Work work) { groups_.back().push_back(std::move(work)); }
+    void commit() { groups_.push_back({}); }
+    // Does all but the last `left` groups.
+    void complete(u32 left) {
+        for (; groups_.size() > left + 1; groups_.erase(groups_.begin()))
+            for (const Work& work : groups_.front()) work();
+    }
+    // What is in the open group, for somebody else to do.
+    std::vector<Work> take() {
+        std::vector<Work> open;
+        open.swap(groups_.back());
+        return open;
+    }
+
+private:
+    std::vector<std::vector<Work>> groups_ = {{}};
+};
+
+// A barrier in 8 bytes of shared memory: a phase is over when so many have arrived, and the bytes that were announced
+// have come. Blocks of a cluster, which are threads of the CPU, arrive at each other's.
+class Barrier {
+public:
+    static Barrier& at(u64* word) { return *reinterpret_cast<Barrier*>(word); }
+    void init(u32 arrivals) { expected_ = left_ = arrivals, phase_ = 0, bytes_ = 0; }
+    void invalidate() { init(0); }
+    void arrive(u32 bytes = 0) { change(1, i32(bytes)); }
+    void deliver(u32 bytes) { change(0, -i32(bytes)); }
+    bool completed(u32 parity) const {
+        std::lock_guard<std::mutex> lock(mutex());
+        return phase_ != parity;
+    }
+
+private:
+    static std::mutex& mutex() {
+        static std::mutex one;
+        return one;
+    }
+    void change(u32 arrivals, i32 bytes) {
+        std::lock_guard<std::mutex> lock(mutex());
+        if (left_ < arrivals || expected_ == 0) stop("more threads arrive at a barrier than it expects");
+        left_ -= arrivals, bytes_ += bytes;
+        if (left_ == 0 && bytes_ == 0) left_ = expected_, phase_ ^= 1;
+    }
+
+    u32 expected_ : 12, left_ : 12, phase_ : 8;
+    i32 bytes_;
+};
+
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    bool done = false;
+    Groups copies, products, reads, stores;  // into shared memory; of a warpgroup; out of shared memory, in two steps
+};
+
+class Block {
+public:
+    Block(u32 threads, u32 cluster) : threads_(threads), warps_(threads / 32), cluster_(cluster) {
+        const Scratch scratch = host::here().team->scratch;
+        shared_bytes_ = scratch.bytes;
+        memory_.reset(new u8[scratch.bytes + 8192]);
+        std::memset(memory_.get(), 0xff, scratch.bytes + 8192);
+        // Not at a multiple of more than Python may expect.
+        shared_ = memory_.get() + (4096 - u64(memory_.get()) % 4096) % 4096 + 1024;
+        std::lock_guard<std::mutex> lock(all_mutex());
+        all_blocks()[host::here().team] = this;
+    }
+    ~Block() {
+        std::lock_guard<std::mutex> lock(all_mutex());
+        all_blocks().erase(host::here().team);
+    }
+
+    void run(Work body) {
+        body_ = std::move(body);
+        current() = this;
+        for (u32 i = 0; i < threads_.size(); ++i) {
+            Thread& thread = threads_[i];
+            thread.stack.reset(new char[stack_bytes]);
+            getcontext(&thread.context);
+            thread.context.uc_stack.ss_sp = thread.stack.get();
+            thread.context.uc_stack.ss_size = stack_bytes;
+            thread.context.uc_link = nullptr;
+            makecontext(&thread.context, enter, 0);
+        }
+        u64 idle = 0;
+        for (u64 left = threads_.size(); left > 0;) {
+            const u64 before = events_;
+            const u32 warp = random(u32(warps_.size()));
+            for (thread_ = warp * 32; thread_ < warp * 32 + 32; ++thread_) {
+                if (threads_[thread_].done) continue;
+                swapcontext(&scheduler_, &threads_[thread_].context);
+                if (threads_[thread_].done) --left, ++events_;
+            }
+            idle = events_ == before ? idle + 1 : 0;
+            if (idle == 0) busy_ns_ = host::now_ns();
+            // Many rounds without any event: all wait for the copies, or for a neighbour in the cluster.
+            if (!under_way_.empty() && (random(8) == 0 || idle > 4 * warps_.size())) do_one();
+            else if (idle > 100 * warps_.size()) {
+                if (nobody_is_busy()) stop("its threads wait for each other");
+                host::host_pause(u32(idle));
+            }
+        }
+        while (!under_way_.empty()) do_one();
+        for (Thread& thread : threads_) thread.reads.complete(0), thread.stores.complete(0);
+        current() = nullptr;
+    }
+
+    static Block*& current() {
+        static thread_local Block* block = nullptr;
+        return block;
+    }
+
+    u32 thread() const { return thread_; }
+    u32 size() const { return u32(threads_.size()); }
+    u8* shared() const { return shared_; }
+    u64 shared_bytes() const { return shared_bytes_; }
+    Thread& own() { return threads_[thread_]; }
+
+    // Until `threads` have come; whether any of them says so.
+    bool meet(Meeting& meeting, u32 threads, bool verdict) {
+        const u32 phase = meeting.phase;
+        meeting.next_verdict |= verdict;
+        ++events_;
+        if (++meeting.arrived == threads) {
+            meeting.arrived = 0, ++meeting.phase;
+            meeting.verdict = meeting.next_verdict, meeting.next_verdict = false;
+        } else {
+            while (meeting.phase == phase) yield();
+        }
+        return meeting.verdict;
+    }
+    bool sync(bool verdict = false) { return meet(all_, size(), verdict); }
+    bool sync(u32 id, u32 threads, bool verdict) { return meet(named_[id], threads, verdict); }
+
+    // Until something happens here.
+    template <class Condition>
+    void wait(Condition condition) {
+        while (!condition()) yield();
+        ++events_;
+    }
+
+    // Of a wait for something outside, which has a deadline: the others go on, or if none can, threads of other blocks.
+    void pause(u32 spins) {
+        if (events_ == paused_) host::host_pause(spins);
+        paused_ = ++events_;
+        yield();
+    }
+
+    // Shows the other threads of the warp some words; returns what all have shown.
+    u64 (*show(const void* words, u32 bytes))[4] {
+        Warp& warp = warps_[thread_ / 32];
+        auto& shown = warp.shown[warp.meeting.phase % 2];
+        std::memset(shown[thread_ % 32], 0, sizeof shown[0]);
+        std::memcpy(shown[thread_ % 32], words, bytes);
+        meet(warp.meeting, 32, false);
+        return shown;
+    }
+
+    // Has something done at any time from now on.
+    void later(Work work) { under_way_.push_back(std::move(work)), ++events_; }
+
+    // --- clusters: blocks whose indices follow each other
+
+    u32 rank() const { return host::here().team->index % cluster_; }
+    Block& neighbour(u32 rank) const {
+        std::lock_guard<std::mutex> lock(all_mutex());
+        return *all_blocks().at(host::here().team - this->rank() + rank);
+    }
+    // The same place in the neighbour's shared memory.
+    template <class Value>
+    Value* in(u32 rank, Value* here) const {
+        return reinterpret_cast<Value*>(neighbour(rank).shared_ + (reinterpret_cast<u8*>(here) - shared_));
+    }
+    void sync_cluster() {
+        sync();
+        if (cluster_ == 1) return;
+        if (thread_ == 0) {
+            wait([&] { return present(); });
+            std::atomic<u64>& met = neighbour(0).met_;
+            const u64 goal = (met++ / cluster_ + 1) * cluster_;
+            wait([&] { return met >= goal; });
+        }
+        sync();
+    }
+
+private:
+    static constexpr u64 stack_bytes = 1 << 16, longest_wait_ns = 10'000'000'000;
+
+    static std::mutex& all_mutex() {
+        static std::mutex one;
+        return one;
+    }
+    static std::map<const host::Team*, Block*>& all_blocks() {
+        static std::map<const host::Team*, Block*> all;
+        return all;
+    }
+    bool nobody_is_busy() const {
+        std::lock_guard<std::mutex> lock(all_mutex());
+        for (u32 i = 0; i < cluster_; ++i) {
+            const auto block = all_blocks().find(host::here().team - rank() + i);
+            if (block == all_blocks().end() || host::now_ns() - block->second->busy_ns_ < longest_wait_ns) return false;
+        }
+        return true;
+    }
+    bool present() const {
+        std::lock_guard<std::mutex> lock(all_mutex());
+        for (u32 i = 0; i < cluster_; ++i)
+            if (!all_blocks().count(host::here().team - rank() + i)) return false;
+        return true;
+    }
+
+    static void enter() {
+        Block& block = *current();
+        block.body_();
+        block.own().done = true;
+        for (;;) block.yield();
+    }
+
+    u32 random(u32 n) { return u32(host::next_random(order_) % n); }
+    void do_one() {
+        std::swap(under_way_[random(u32(under_way_.size()))], under_way_.back());
+        const Work work = std::move(under_way_.back());
+        under_way_.pop_back();
+        work();
+        ++events_;
+    }
+    void yield() { swapcontext(&own().context, &scheduler_); }
+
+    std::vector<Thread> threads_;
+    std::vector<Warp> warps_;
+    u32 cluster_;
+    Meeting all_, named_[16];
+    std::atomic<u64> met_{0}, busy_ns_{host::now_ns()};
+    std::vector<Work> under_way_;
+    ucontext_t scheduler_;
+    Work body_;
+    std::unique_ptr<u8[]> memory_;
+    u8* shared_;
+    u64 shared_bytes_, events_ = 0, paused_ = 0, order_ = host::here().random + 1;
+    u32 thread_ = 0;
+};
+
+inline Block& block() { return *Block::current(); }
+
+struct Index { u32 x; };
+
+}  // namespace emulation
+
+inline void pause(u32 spins) { emulation::block().pause(spins); }
+
+// The threads that act as one: a whole block, or of it the caller's warp or a single thread.
+class Agent {
+public:
+    static Agent current() { return Agent(emulation::block().thread(), emulation::block().size()); }
+    static Agent warp() { return Agent(emulation::block().thread() % 32, 32); }
+    Agent alone() const { return Agent(0, 1); }
+
+    u32 index() const { return host::here().team->index; }
+    u32 count() const { return host::here().team->count; }
+    u32 part() const { return 0; }
+    u32 lane() const { return lane_; }
+    u32 lanes() const { return lanes_; }
+    Scratch scratch() const { return {emulation::block().shared(), emulation::block().shared_bytes()}; }
+
+    void sync() const { broadcast(false); }
+    bool broadcast(bool verdict) const {
+        if (lanes_ == 1) return verdict;
+        if (lanes_ != 32) return emulation::block().sync(lane_ == 0 && verdict);
+        return emulation::block().show(&verdict, sizeof verdict)[0][0];
+    }
+
+private:
+    Agent(u32 lane, u32 lanes) : lane_(lane), lanes_(lanes) {}
+    u32 lane_, lanes_;
+};
+
+class Transfer {
+public:
+    Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines, i64 bytes) {
+        u8* target = static_cast<u8*>(to);
+        const u8* source = static_cast<const u8*>(from);
+        for (i64 line = agent.lane(); line < lines; line += agent.lanes())
+            std::memcpy(target + line * to_pitch, source + line * from_pitch, bytes);
+    }
+    void finish(const Agent& agent) { agent.sync(); }
+};
+
+}  // namespace mk
+
+#define threadIdx (mk::emulation::Index{mk::emulation::block().thread()})
+
+inline void __syncthreads() { mk::emulation::block().sync(); }
+inline void __syncwarp() { mk::emulation::block().show("", 1); }
+inline bool __any_sync(unsigned, bool verdict) {
+    bool any = false;
+    auto shown = mk::emulation::block().show(&verdict, sizeof verdict);
+    for (mk::u32 i = 0; i < 32; ++i) any = any || shown[i][0];
+    return any;
+}
+template <class T>
+T __shfl_sync(unsigned, T value, mk::u32 lane) {
+    std::memcpy(&value, mk::emulation::block().show(&value, sizeof value)[lane], sizeof value);
+    return value;
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, mk::u32 mask) {
+    return __shfl_sync(~0u, value, mk::emulation::block().thread() % 32 ^ mask);
+}

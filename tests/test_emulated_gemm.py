@@ -1,0 +1,170 @@
+"""The GEMM engines for GPUs and the operators on them, where there is no GPU."""
+
+import contextlib
+import threading
+
+import emulated
+import numpy as np
+import pytest
+import test_allgather_gemm as gather
+import test_reductions as sums
+import worlds
+from shapes import Case, ReductionCase
+
+import mkernel_cp as mk
+from mkernel_cp import plan as plans
+
+ENGINES = {"portable": "sm_80", "hopper": "sm_90a"}
+# Of those of hopper: a small one, quick here, and one of two blocks that load for each other.
+NARROW, PAIR = (128, 64, 1, 1.0), (256, 256, 2, 0.1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(kernels, tmp_path_factory):
+    with (
+        emulated.kernels(tmp_path_factory.mktemp("emulated") / "kernels"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(plans, "_HOPPER_TILES", (NARROW, PAIR))
+        yield
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Ranks of `worlds.run` get GPUs for an engine."""
+    run = worlds.run
+
+    def use(engine, seed=1):
+        gpu = emulated.GPUS[ENGINES[engine]]
+        monkeypatch.setattr(
+            worlds,
+            "run",
+            lambda size, program, **options: run(
+                size, emulated.on_gpu, gpu, seed, program, **options
+            ),
+        )
+
+    return use
+
+
+def gathered(name, counts, k, columns, dtype="float16", out="", **orders):
+    return Case(name, counts, k, columns, dtype, out or dtype, **orders)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_order_of_threads_and_copies(on, engine, seed):
+    """Many panels and tiles pass through few slots."""
+    case = gathered("long", (140, 150), 500, (140, 130))
+
+    def program(comm):
+        out = gather.call(comm, case, seed)
+        worlds.expected(case, seed, comm.rank).assert_close(out)
+
+    on(engine, seed=1 + seed)
+    worlds.run(2, program)
+
+
+GATHERED = {
+    "portable": [
+        gathered("tails", (70, 33), 100, (45, 270), "bfloat16", "float32"),
+        gathered("transposed", (40, 0, 150), 77, (9, 33, 0), a_order="F", b_order="F"),
+        gathered("exact", (33, 20), 50, (140, 7), "float32", a_pitched=True),
+        gathered("double", (33, 140), 50, (140, 7), "float64", b_order="F"),
+        gathered("no terms", (5, 6), 0, (9, 8)),
+    ],
+    "hopper": [
+        gathered("tails", (70, 33), 100, (45, 270)),
+        gathered("wide", (140, 70), 200, (300, 8), "bfloat16", "float32", b_pitched=True),
+        gathered("transposed", (40, 0, 150), 77, (9, 33, 0), a_order="F", b_order="F"),
+        gathered("mixed", (150, 140), 136, (129, 70), a_order="F"),
+        gathered("no terms", (5, 6), 0, (9, 8)),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "case"), [(name, case) for name in GATHERED for case in GATHERED[name]], ids=str
+)
+def test_rows_of_all_ranks(on, engine, case):
+    on(engine)
+    gather.test_equals_reference(case)
+
+
+def test_pairs_of_blocks(on):
+    case = gathered("tiles", (300, 140), 150, (270, 70), "bfloat16")
+    options = mk.Options(tile=(*PAIR[:2], 64))
+
+    def program(comm):
+        for seed in (1, 2):
+            out = gather.call(comm, case, seed, options=options)
+            worlds.expected(case, seed, comm.rank).assert_close(out)
+
+    on("hopper")
+    worlds.run(2, program)
+
+
+@pytest.mark.parametrize("orders", ["CF", "FC"])
+def test_operands_may_be_rounded_to_tf32(on, orders):
+    on("portable")
+    gather.test_operands_may_be_rounded_to_tf32(*orders)
+
+
+SUMMED = [
+    ReductionCase("tails", (70, 33), 100, (45, 70), *["float16"] * 2, transfer_dtype="float16"),
+    ReductionCase(
+        "wide", (150, 140), 200, (70, 0), "bfloat16", "float32", transfer_dtype="float32"
+    ),
+]
+DOUBLE = ReductionCase("double", (33, 20), 70, (45, 9), *["float64"] * 2, transfer_dtype="float64")
+
+
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [*((name, case) for name in ENGINES for case in SUMMED), ("portable", DOUBLE)],
+    ids=str,
+)
+@pytest.mark.parametrize("operator", sums.OPERATORS)
+def test_sums_over_ranks(on, operator, engine, case):
+    on(engine)
+    sums.test_equals_reference(operator, case)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("operator", ["allgather_gemm", *sums.OPERATORS])
+def test_what_does_not_arrive_leaves_nan(operator, engine):
+    """A rank is awaited in vain; what needs nothing of it is right."""
+    kind = getattr(mk, operator)
+
+    def main(mpi):
+        comm = mk.Communicator(mpi, entry_timeout=0.5)
+        comm.machine.gpu = emulated.GPUS[ENGINES[engine]]
+        a, b = np.ones((40, 64), np.float16), np.ones((64, 40), np.float16)
+        out = kind(a, b, comm=comm)
+        out[...] = 0
+        try:
+            if comm.rank == 1:
+                ended.wait(60)
+                comm.synchronize()
+            else:
+                kind(a, b, comm=comm, out=out)
+        except mk.TimeoutError:
+            if comm.rank != 1:
+                ended.wait(60)
+            return out
+        finally:
+            with contextlib.suppress(mk.Error):
+                comm.close()
+        raise AssertionError("no rank ends well")
+
+    ended = threading.Barrier(3)
+    for rank, out in enumerate(mk.LocalWorld(3).run(main)):
+        if rank == 1:
+            continue
+        if operator == "allgather_gemm":
+            own = slice(40 * rank, 40 * rank + 40)
+            assert (out[own] == 64).all()
+            assert np.isnan(out[40:80]).all()
+            out = out[:40]
+        assert ((out == 64) | np.isnan(out)).all()
+        assert np.isnan(out).any() or operator == "allgather_gemm"
