@@ -56,9 +56,9 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);
-        const RingTiles own_rows_first({rank, size, plan.landing.row_start, {0, plan.n}, plan.tile, launch.node()},
-                                       {0, size},
-                                       launch.member() / engine::cluster, launch.members() / engine::cluster);
+        const RingTiles own_rows_first({rank, size, plan.landing.row_start, plan.n, plan.tile, launch.node()}, {0, size},
+                                       RingTiles::one_stripe, launch.member() / engine::cluster,
+                                       launch.members() / engine::cluster);
         engine::gemm<Type>(
             launch, own_rows_first, plan.tile, plan.landing.k,
             /* source */

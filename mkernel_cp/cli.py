@@ -13,6 +13,16 @@ from .bench.records import RESULTS
 from .commands import bench, compile, demo, doctor, job, run, tune
 from .plan import DTYPES
 
+# What `bench` measures, and its rivals.
+_MEASURED = {
+    "allgather-gemm": ("C = A @ B", ", PyTorch async-TP and cuBLASMp"),
+    "gemm-reduce-scatter": (
+        "each rank's rows of the sum over ranks of A @ B",
+        ", PyTorch async-TP and cuBLASMp",
+    ),
+    "gemm-allreduce": ("the sum over ranks of A @ B", ""),
+}
+
 _DESCRIPTION = """\
 Fused kernels for programs that run under mpirun. `demo`, `run`, `bench` and `tune` are started as
 every MPI program: mpirun -n 4 mkernel-cp demo. `doctor` names the launcher that fits, and what is
@@ -71,30 +81,31 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("bench", help="measure an operator beside its alternatives")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    operator = operators.add_parser(
-        "allgather-gemm",
-        help="beside cuBLAS, NCCL, PyTorch async-TP and cuBLASMp",
-        description="Measure C = A @ B beside cuBLAS alone, NCCL and cuBLAS one after the other, "
-        "PyTorch async-TP and cuBLASMp, as far as they are installed. efficiency = floor / fused, "
-        "and floor is the longer of compute and transfer.",
-    )
-    _add_measured(operator)
-    operator.add_argument(
-        "--repeat",
-        type=bench.repeats,
-        default=3,
-        metavar="R",
-        help="median of so many, each with new operands (default: 3)",
-    )
-    operator.add_argument(
-        "--json",
-        nargs="?",
-        const=str(RESULTS / "allgather_gemm.json"),
-        metavar="PATH",
-        help="write the records; without PATH where those of the package lie",
-    )
-    operator.add_argument("--plot", metavar="PATH", help="draw a chart; needs matplotlib")
-    operator.set_defaults(program=bench.allgather_gemm)
+    for name, (what, others) in _MEASURED.items():
+        operator = operators.add_parser(
+            name,
+            help=f"beside cuBLAS, NCCL{others}",
+            description=f"Measure {what} beside cuBLAS alone, cuBLAS and NCCL one after the other"
+            f"{others}, as far as they are installed. efficiency = floor / fused, and floor is the "
+            "longer of compute and transfer.",
+        )
+        _add_measured(operator)
+        operator.add_argument(
+            "--repeat",
+            type=bench.repeats,
+            default=3,
+            metavar="R",
+            help="median of so many, each with new operands (default: 3)",
+        )
+        operator.add_argument(
+            "--json",
+            nargs="?",
+            const=str(RESULTS / f"{name.replace('-', '_')}.json"),
+            metavar="PATH",
+            help="write the records; without PATH where those of the package lie",
+        )
+        operator.add_argument("--plot", metavar="PATH", help="draw a chart; needs matplotlib")
+        operator.set_defaults(program=bench.bench)
 
     command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
@@ -133,7 +144,8 @@ def _add_measured(operator: Any) -> None:
         type=bench.shape,
         action="append",
         metavar="M,K,N",
-        help="rows of all ranks, K, columns of each rank; may be given several times",
+        help="rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N); may be "
+        "given several times",
     )
     operator.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES], default="bfloat16")
     operator.add_argument("--quick", action="store_true", help="only a few shapes")

@@ -7,7 +7,7 @@ import json
 import math
 import operator
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -153,6 +153,8 @@ class Gpu:
 # of 8 warps, and barriers and the like.
 _STRIP_BYTES = 8 * 16 * (128 + 16)
 _CONTROL_BYTES = 1024
+# Bytes of a line of a piece of the result, which is staged and delivered at once on GPUs.
+_PIECE_LINE = 128
 # The shortest and the longest line of a panel.
 _LINE_BYTES = 128, 1024
 
@@ -182,6 +184,10 @@ class HostTile:
     def part(self) -> tuple[int, int]:
         """Rows and columns of a finished tile that are delivered together."""
         return self.tile[:2]
+
+    def piece_columns(self, dtype: np.dtype) -> int:
+        """Return the columns of a piece of a part, which is delivered at once: of the whole."""
+        return self.part[1]
 
     def defines(self, dtype: np.dtype) -> dict[str, int]:
         """Return no macros: the tile is a run-time value."""
@@ -226,6 +232,10 @@ class PortableTile:
     def part(self) -> tuple[int, int]:
         """Rows and columns of a finished tile that are delivered together: those of a warp."""
         return self.tile[0] // 2, self.tile[1] // 4
+
+    def piece_columns(self, dtype: np.dtype) -> int:
+        """Return the columns of a piece of a part, which is delivered at once, for staged sums."""
+        return min(self.part[1], _PIECE_LINE // accumulator_dtype(dtype).itemsize)
 
     def defines(self, dtype: np.dtype) -> dict[str, int]:
         """Return the macros that say so; none for what the header takes by itself."""
@@ -306,6 +316,10 @@ class HopperTile:
     def part(self) -> tuple[int, int]:
         """Rows and columns of a finished tile that are delivered together: half a block's."""
         return self.tile[0] // self.cluster // 2, self.tile[1]
+
+    def piece_columns(self, dtype: np.dtype) -> int:
+        """Return the columns of a piece of a part, which is delivered at once, for staged sums."""
+        return _PIECE_LINE // accumulator_dtype(dtype).itemsize
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return the shared memory of a thread block."""
@@ -648,10 +662,10 @@ class GemmReduceScatterPlan(GemmPlan):
         Of partial sums on their way.
     part : tuple of int
         (rows, columns) of a tile that are pushed and added together.
+    piece_columns : int
+        Columns of a part that lie together in a slot.
     zones : tuple of (int, int)
         (slots, bytes of one) of each landing zone, on every rank alike.
-    nodes : tuple of int
-        Ranks of each node.
     """
 
     operator: ClassVar[str] = "gemm_reduce_scatter"
@@ -659,53 +673,14 @@ class GemmReduceScatterPlan(GemmPlan):
 
     transfer_dtype: np.dtype
     part: tuple[int, int]
+    piece_columns: int
     zones: tuple[tuple[int, int], ...]
-    nodes: tuple[int, ...]
-
-    def sum_bytes(self, rank: int) -> int:
-        """Return the bytes of a sum over a rank's rows on its way."""
-        return self.row_counts[rank] * self.n * self.transfer_dtype.itemsize
 
     @property
     def bytes_from_peers(self) -> int:
-        """Bytes that come to this rank in one call from the ranks of its node."""
-        topology = Topology(self.rank, self.nodes)
-        added = (self.rank, *topology.sources)
-        return (topology.local_size - 1) * sum(map(self.sum_bytes, added))
-
-    @property
-    def network_agents(self) -> int:
-        """Agents that serve the network."""
-        return 2 if len(self.nodes) > 1 else 0
-
-    @property
-    def bytes_to_network(self) -> int:
-        """Bytes that this rank sends to other nodes in one call: sums of its node, and letters."""
-        topology = Topology(self.rank, self.nodes)
-        letters = 2 * len(topology.gateways)  # that, and a receipt for its sums
-        return sum(map(self.sum_bytes, topology.sources)) + letters * LETTER_BYTES
-
-    def writes(self, transport: str) -> list[int]:
-        """Return in how many writes each chunk comes over the network: a node's sum of a part.
-
-        Parts as wide as the sum are one; else, on EFA, each row has an immediate of its own.
-        """
-        return self._part_writes(self.rank, transport) * (len(self.nodes) - 1)
-
-    @property
-    def sum_chunks(self) -> int:
-        """In how many chunks the sums of other nodes come over the network."""
-        return len(GemmReduceScatterPlan.writes(self, "verbs"))
-
-    def _part_writes(self, rank: int, transport: str) -> list[int]:
-        rows, columns = self.part
-        count = self.row_counts[rank]
-        whole = transport != "efa" or self.n == columns
-        return [
-            1 if whole else min(rows, count - i)
-            for i in range(0, count, rows)
-            for j in range(0, self.n, columns)
-        ]
+        """Bytes that come to this rank in one call."""
+        peers = len(self.row_counts) - 1
+        return peers * self.row_counts[self.rank] * self.n * self.transfer_dtype.itemsize
 
     @property
     def options(self) -> Options:
@@ -715,16 +690,12 @@ class GemmReduceScatterPlan(GemmPlan):
     @property
     def memory(self) -> int:
         """Bytes that this rank shares with its peers for it: slots and signals."""
-        zones = sum(slots * (size + 8) for slots, size in self.zones)
-        sums = node_sum_bytes(self.row_counts, self.n, self.transfer_dtype, self.nodes)
-        return zones + sums
+        return sum(slots * (size + 8) for slots, size in self.zones)
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
-        order = "; of nodes ".join(
-            ", ".join(map(str, node))
-            for node in Topology(self.rank, self.nodes).sum_order(self.rank)
-        )
+        ranks = len(self.row_counts)
+        order = ", ".join(str((self.rank + step) % ranks) for step in range(ranks))
         return "\n".join(
             (
                 *self._heading(),
@@ -741,10 +712,13 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
 
     Attributes
     ----------
+    one_shot : bool
+        Every rank tells every other all of its product, and all of them add: for few rows.
     stripes : int
         Parts of the columns, of which one is handed out while the next is multiplied.
     """
 
+    one_shot: bool
     stripes: int
 
     operator: ClassVar[str] = "gemm_allreduce"
@@ -758,31 +732,17 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
     @property
     def bytes_from_peers(self) -> int:
         """Bytes that come to this rank in one call: partial sums, and the sums of other rows."""
+        if self.one_shot:
+            every = enumerate(self.row_counts)
+            peers = tuple(rows for rank, rows in every if rank != self.rank)
+            return _told_bytes(peers, self.m, self.n, self.dtype, self.transfer_dtype)
         others = self.m - self.row_counts[self.rank]
         return super().bytes_from_peers + others * self.n * self.out_dtype.itemsize
 
-    @property
-    def bytes_to_network(self) -> int:
-        """Bytes that this rank sends to other nodes in one call: sums of both kinds, letters."""
-        topology = Topology(self.rank, self.nodes)
-        own = self.row_counts[self.rank] * self.n * self.out_dtype.itemsize
-        letters = len(topology.gateways) + len(topology.links)
-        sums = sum(map(self.sum_bytes, topology.sources)) + len(topology.gateways) * own
-        return sums + letters * LETTER_BYTES
-
-    def writes(self, transport: str) -> list[int]:
-        """Return in how many writes each chunk comes: sums of all parts, and then partial ones."""
-        rows, columns = self.part
-        result: list[int] = []
-        for count in self.row_counts:
-            for i in range(0, count, rows):
-                for j in range(0, self.n, columns):
-                    whole = transport != "efa" or j + columns <= self.n
-                    result.append(1 if whole else min(rows, count - i))
-        return result + super().writes(transport)
-
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
+        if self.one_shot:
+            return f"{super().explain()}\nall of it comes in one shot, and every rank adds all rows"
         return (
             f"{super().explain()}\nsums are handed out in {self.stripes} stripe"
             f"{'s' * (self.stripes > 1)} of {self.stripe_columns} columns, and stored by "
@@ -912,19 +872,12 @@ def choose_split(
     most_movers: int,
     options: Options,
     capacity: int,
-    *,
-    beside: bool = True,
 ) -> tuple[int, int]:
-    """Return how many agents move and how many compute so many tiles.
-
-    `beside`: what movers do, a compute agent can do beside its work, if its engine has a part for
-    that.
-    """
+    """Return how many agents move and how many compute so many tiles."""
     movers, compute = options.split or (None, None)
     if movers is None:
         if chosen.engine == "hopper":
-            # A warp of each block moves.
-            movers = 0 if beside else round_up(most_movers, chosen.cluster)
+            movers = 0  # a warp of each block moves
         else:
             movers = 1 if chosen.engine == "host" else max(1, min(capacity // 2, most_movers))
     movers = 0 if ranks == 1 else movers
@@ -959,6 +912,52 @@ def choose_split(
     return split
 
 
+# What one_shot.cuh puts together: columns; and data that a word of 8 bytes carries.
+_GROUP = 4
+_TOLD_BYTES = 4
+# Bytes per second into a rank, and what it takes that bytes are known to be there, twice.
+_LINK_RATE = 350e9
+_HANDOVERS_S = 10e-6
+
+
+def _told_bytes(
+    senders: tuple[int, ...], m: int, n: int, dtype: np.dtype, transfer_dtype: np.dtype
+) -> int:
+    """Return the bytes that come from ranks that own so many rows, in one shot.
+
+    What the owner of a row has comes unrounded, so that all who add get what it would get.
+    """
+    exact, rounded = accumulator_dtype(dtype).itemsize, transfer_dtype.itemsize
+    columns = math.ceil(n / _GROUP) * _GROUP
+    sizes = (rows * exact + (m - rows) * rounded for rows in senders)
+    return sum(sizes) * columns * 8 // _TOLD_BYTES
+
+
+def is_one_shot(
+    row_counts: tuple[int, ...],
+    n: int,
+    dtype: np.dtype,
+    out_dtype: np.dtype,
+    transfer_dtype: np.dtype,
+) -> bool:
+    """Return whether `gemm_allreduce` is to tell all ranks everything, and to hand out nothing.
+
+    More bytes come in, but none has to be handed over twice.
+    """
+    ranks, m = len(row_counts), sum(row_counts)
+    if ranks == 1:
+        return False
+    told = _told_bytes(row_counts[1:], m, n, dtype, transfer_dtype)
+    handed_out = m * n * (ranks - 1) // ranks * (transfer_dtype.itemsize + out_dtype.itemsize)
+    return (told - handed_out) / _LINK_RATE < _HANDOVERS_S
+
+
+def whole_groups(tile: Any) -> Any:
+    """Return a tile whose columns are told in whole groups."""
+    rows, columns, k = tile.tile
+    return replace(tile, tile=(rows, round_up(columns, _GROUP), k))
+
+
 # Movers that store the sums of gemm_allreduce on a GPU.
 _COLLECTORS = 8
 _MOST_STRIPES = 4
@@ -974,23 +973,27 @@ def plan_reduction(
     out_dtype: np.dtype,
     transfer_dtype: np.dtype,
     chosen: HostTile | PortableTile | HopperTile,
+    one_shot: bool,
     options: Options,
     capacity: int = 0,
-    nodes: tuple[int, ...] | None = None,
 ) -> GemmReduceScatterPlan:
-    """Choose a plan of a kind, for the tile that the ranks have agreed on.
+    """Choose a plan of a kind, for the tile and the form that the ranks have agreed on.
 
     `gemm_allreduce` gets as many stripes as leave every compute agent two tiles in each, but no
     more than 4.
     """
-    ranks, tiles = len(row_counts), sum(tile_counts(row_counts, n, chosen.tile))
+    ranks = len(row_counts)
+    tiled = (sum(row_counts),) if one_shot else row_counts
+    tiles = sum(tile_counts(tiled, n, chosen.tile))
     whole = kind is GemmAllReducePlan
-    most = _COLLECTORS if whole else 1
-    split = choose_split(chosen, ranks, tiles, most, options, capacity, beside=not whole)
-    more = {}
+    movers = _COLLECTORS if whole and not one_shot else 1
+    split = choose_split(chosen, ranks, tiles, movers, options, capacity)
+    more: dict[str, Any] = {}
     if whole:
+        more["one_shot"] = one_shot
         across, waves = math.ceil(n / chosen.tile[1]), tiles * chosen.cluster // (2 * split[1])
         more["stripes"] = max(1, min(_MOST_STRIPES, across, waves)) if ranks > 1 else 1
+        more["stripes"] = 1 if one_shot else more["stripes"]
     return kind(
         rank=rank,
         row_counts=row_counts,
@@ -1007,8 +1010,8 @@ def plan_reduction(
         shared_bytes=chosen.shared_bytes(dtype, accumulator_dtype(dtype)),
         tf32=options.tf32,
         part=chosen.part,
-        zones=reduction_zones(kind, row_counts, n, out_dtype, transfer_dtype, chosen, nodes),
-        nodes=nodes or (ranks,),
+        piece_columns=chosen.piece_columns(dtype),
+        zones=reduction_zones(kind, row_counts, n, out_dtype, transfer_dtype, chosen, one_shot),
         **more,
     )
 
@@ -1020,53 +1023,25 @@ def reduction_zones(
     out_dtype: np.dtype,
     transfer_dtype: np.dtype,
     chosen: HostTile | PortableTile | HopperTile,
-    nodes: tuple[int, ...] | None = None,
+    one_shot: bool,
 ) -> tuple[tuple[int, int], ...]:
     """Return (slots, bytes of one) of each landing zone: what all ranks have at the same places.
 
     The partial sums of each peer for the parts of the rank that owns most; for `gemm_allreduce`
-    also the sums of all. No slot is used twice in a call, so none is waited for.
+    also the sums of all. No slot is used twice in a call, so none is waited for. In one shot
+    nothing but signals: they are the sums of all ranks.
     """
+    if one_shot:
+        groups = sum(row_counts) * math.ceil(n / _GROUP)
+        sums = accumulator_dtype(out_dtype)
+        return ((len(row_counts) * groups * _GROUP * sums.itemsize // _TOLD_BYTES, 0),)
     rows, columns = chosen.part
     parts = tile_counts(row_counts, n, (rows, columns, 0))
 
     def slot_bytes(dtype: np.dtype) -> int:
         return round_up(rows * columns * dtype.itemsize, _LINE_ALIGNMENT)
 
-    every = (first_slots(rank, parts, nodes or (len(parts),)) for rank in range(len(parts)))
-    partials = max(slots for _, slots in every), slot_bytes(transfer_dtype)
+    partials = (len(row_counts) - 1) * max(parts), slot_bytes(transfer_dtype)
     if kind is not GemmAllReducePlan:
         return (partials,)
     return partials, (sum(parts), slot_bytes(out_dtype))
-
-
-def first_slots(
-    rank: int, parts: tuple[int, ...], nodes: tuple[int, ...]
-) -> tuple[dict[int, int], int]:
-    """Return where in a rank's zone the partial sums of each rank whose rows it adds begin.
-
-    Its own come first, those of other nodes behind those of its own; `parts`: of every rank's rows.
-
-    Returns
-    -------
-    (dict of int, int)
-        By rank; and how many slots there are.
-    """
-    topology = Topology(rank, nodes)
-    peers, slots = topology.local_size - 1, {rank: 0}
-    end = (peers + len(nodes) - 1) * parts[rank]
-    for source in topology.sources:
-        slots[source] = end
-        end += peers * parts[source]
-    return slots, end
-
-
-def node_sum_bytes(
-    row_counts: tuple[int, ...], n: int, transfer_dtype: np.dtype, nodes: tuple[int, ...]
-) -> int:
-    """Return the bytes of what a rank adds for other nodes, the most of all ranks."""
-    rows = max(
-        sum(row_counts[source] for source in Topology(rank, nodes).sources)
-        for rank in range(len(row_counts))
-    )
-    return rows * n * transfer_dtype.itemsize

@@ -330,7 +330,6 @@ def gemm_reduce_scatter(
     transfer_dtype: DTypeLike | None = None,
     *,
     tf32: bool = False,
-    order: Sequence[Sequence[int]] | None = None,
 ) -> Expected:
     """One rank's rows of the sum over ranks of ``a @ b``.
 
@@ -350,10 +349,6 @@ def gemm_reduce_scatter(
         Type of a partial sum that crosses a link; likewise.
     tf32 : bool, optional
         As for `allgather_gemm`.
-
-    order : sequence of sequence of int, optional
-        In which order partial sums are added: node by node, and in each its ranks. Default: one
-        node, from `rank` on around.
 
     Returns
     -------
@@ -387,35 +382,24 @@ def gemm_reduce_scatter(
     output, transfer = _output_dtype(dtype, out_dtype), _output_dtype(dtype, transfer_dtype)
     accumulator = accumulator_dtype(dtype)
     rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    order = order or [[(rank + step) % ranks for step in range(ranks)]]
-    flat = [r for node in order for r in node]
-    a64 = [a_blocks[r][rows].astype(np.float64) for r in flat]
-    b64 = [b_blocks[r].astype(np.float64) for r in flat]
-    terms = dict(zip(flat, zip(a64, b64, strict=True), strict=True))
+    order = [(rank + step) % ranks for step in range(ranks)]
+    a64 = [a_blocks[r][rows].astype(np.float64) for r in order]
+    b64 = [b_blocks[r].astype(np.float64) for r in order]
     with np.errstate(all="ignore"):
         whole = np.hstack(a64), np.vstack(b64)
         value = _accurate_product(*whole) if dtype == _FLOAT64 else np.matmul(*whole)
         bound = unit_roundoff(output) * np.abs(value)
         bound += float(ml_dtypes.finfo(output).smallest_subnormal) / 2
-
-        def add(total: np.ndarray, partial: np.ndarray, first: bool) -> None:
-            """Add what has crossed a link, unless it is the first, which was here."""
-            nonlocal bound
+        total = np.zeros_like(value)
+        for step, (a, b) in enumerate(zip(a64, b64, strict=True)):
+            partial = a @ b
             total += partial
-            if first:
-                return
-            bound += unit_roundoff(accumulator) * np.abs(total)
-            if transfer != accumulator:
+            bound += _accumulation_bound(a, b, accumulator, tf32)
+            if step > 0:
+                bound += unit_roundoff(accumulator) * np.abs(total)
+            if step > 0 and transfer != accumulator:
                 bound += unit_roundoff(transfer) * np.abs(partial)
                 bound += float(ml_dtypes.finfo(transfer).smallest_subnormal) / 2
-
-        total = np.zeros_like(value)
-        for node in order:
-            of_node = np.zeros_like(value)
-            for r in node:
-                bound += _accumulation_bound(*terms[r], accumulator, tf32)
-                add(of_node, terms[r][0] @ terms[r][1], r == node[0])
-            add(total, of_node, node is order[0])
     return Expected(value, np.where(np.isfinite(value), bound, 0.0), output)
 
 
@@ -426,7 +410,6 @@ def gemm_allreduce(
     transfer_dtype: DTypeLike | None = None,
     *,
     tf32: bool = False,
-    orders: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> Expected:
     """The whole sum over ranks of ``a @ b``, each row as the rank that adds it has it.
 
@@ -434,8 +417,6 @@ def gemm_allreduce(
     ----------
     a_blocks, b_blocks, out_dtype, transfer_dtype, tf32
         As for `gemm_reduce_scatter`.
-    orders : sequence, optional
-        Its `order` for every rank.
 
     Returns
     -------
@@ -453,11 +434,7 @@ def gemm_allreduce(
     array([[6.]])
     """
     parts = [
-        gemm_reduce_scatter(
-            *(a_blocks, b_blocks, None, rank, out_dtype, transfer_dtype),
-            tf32=tf32,
-            order=orders and orders[rank],
-        )
+        gemm_reduce_scatter(a_blocks, b_blocks, None, rank, out_dtype, transfer_dtype, tf32=tf32)
         for rank in range(max(1, len(a_blocks)))
     ]
     value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))

@@ -54,21 +54,6 @@ class Topology:
         """Return the node of a rank."""
         return self._place[rank][0]
 
-    def ring(self, first: int) -> list[int]:
-        """Return the ranks of a node, from one of them on around."""
-        node = self.node_of(first)
-        begin, size = sum(self.sizes[:node]), self.sizes[node]
-        return [begin + (first - begin + step) % size for step in range(size)]
-
-    def sum_order(self, rank: int) -> list[list[int]]:
-        """Return in which order the partial sums of a rank's rows are added: node by node.
-
-        Each node adds those of its ranks by itself, beginning with who adds them.
-        """
-        home = self.node_of(rank)
-        others = (node for node in range(len(self.sizes)) if node != home)
-        return [self.ring(self.holder(rank, node)) for node in (home, *others)]
-
     @property
     def links(self) -> list[int]:
         """The ranks that it is connected with, in either direction."""

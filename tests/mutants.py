@@ -20,11 +20,15 @@ QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
 INTERLEAVINGS = ("test_interleavings.py",)
 FAILURES = ("test_failure.py",)
 SUMS = ("test_reductions.py",)
+ONE_SHOT = (
+    "test_interleavings.py::test_every_interleaving_gives_the_right_result[one shot-1-split1-4000]",
+    "test_reductions.py::test_sums_start_with_the_owner_and_go_around_the_ring",
+    "test_interleavings.py::test_a_stopped_rank_ends_all_waits_at_a_deadline",
+)
 SANITIZED = ("test_thread_sanitizer.py",)
 ATTENTION = ("test_ring_attention.py",)
 NETWORK = ("test_channel.py", "test_network.py")
 NODE_RACES = ("test_thread_sanitizer.py::test_ranks_as_threads_do_not_race[node_threads.py]",)
-NODE_SUMS = ("test_nodes.py::test_back_to_back_sums_with_late_ranks_and_roles",)
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
@@ -41,7 +45,7 @@ class Mutant(NamedTuple):
 
 H = "include/mkernel/"
 WAIT_FOR_PARTIALS = (
-    "if (!launch.wait(launch.agent(), partials.signal(launch.rank(), adders.slot(part, step)), 1, "
+    "if (!launch.wait(launch.agent(), partials.signal(rank, i64(step - 1) * parts + number), 1, "
     "partial))"
 )
 MUTANTS = {
@@ -138,8 +142,8 @@ MUTANTS = {
     ),
     "N tail": Mutant(
         H + "schedule.cuh",
-        "block(rest / height, tile().columns, tiles_.grid_.columns.size())",
-        "block(rest / height, tile().columns, tiles_.grid_.columns.size() - 1)",
+        "block(before_ + rest / height, tile().columns, tiles_.grid_.columns)",
+        "block(before_ + rest / height, tile().columns, tiles_.grid_.columns - 1)",
     ),
     "K tail": Mutant(
         H + "engine/host.cuh",
@@ -158,27 +162,24 @@ MUTANTS = {
     ),
     "there and back": Mutant(
         H + "schedule.cuh",
-        "forth_ = 2 * (wave % 2 ? agent : agents - 1 - agent) + 1;",
+        "forth_ = 2 * (agents - 1 - agent) + 1;",
         "forth_ = 2 * agents - 1;",
     ),
-    "tiles that were shared out before": Mutant(
-        H + "schedule.cuh",
-        "- before;\n            forth_",
-        "- before + 1;\n            forth_",
-        INTERLEAVINGS,
+    "columns of another stripe": Mutant(
+        H + "schedule.cuh", "block(before_ + rest / height", "block(rest / height", SUMS
     ),
     "order of sums": Mutant(
         H + "reduction.cuh",
-        "const u8* from = first;\n            MK_NO_UNROLL\n"
+        "const Partial* from = pushed;\n            MK_NO_UNROLL\n"
         "            for (u32 peer = 0; peer < peers; ++peer, from += to_next) {",
-        "const u8* from = first + i64(peers - 1) * to_next;\n"
+        "const Partial* from = pushed + i64(peers - 1) * to_next;\n"
         "            for (u32 peer = 0; peer < peers; ++peer, from -= to_next) {",
         SUMS,
     ),
     "slot of another source": Mutant(
         H + "reduction.cuh",
-        "(launch.rank() + size - launch.holder(piece.source)) % size",
-        "(piece.source + launch.size() - launch.rank()) % launch.size()",
+        "around(launch.rank(), launch.size() - piece.source, launch.size())",
+        "around(piece.source, launch.size() - launch.rank(), launch.size())",
         SUMS,
     ),
     "wait for partial sums": Mutant(
@@ -195,32 +196,29 @@ MUTANTS = {
     ),
     "push before the owner's call": Mutant(
         H + "reduction.cuh",
-        "return launch.await_call(launch.holder(part.source), plan_->digest);",
+        "return launch.await_call(part.source, plan_->digest);",
         "return launch.live();",
         INTERLEAVINGS,
     ),
     "push after a failure": Mutant(
         H + "reduction.cuh",
-        "if (!launch.live()) return Writes().complete(launch.agent());",
-        "",
+        "if (launch.live()) store_sums",
+        "store_sums",
         FAILURES,
     ),
     "NaN in place of a sum": Mutant(
         H + "reduction.cuh",
-        "if (!launch.live()) this->fill(agent, piece, not_a_number<T>());\n        else if",
-        "if",
+        "if (!launch.live()) {\n            this->fill",
+        "if (false) {\n            this->fill",
         INTERLEAVINGS,
     ),
     "partial sums in the output's type": Mutant(
-        "gemm_reduce_scatter.cu", "Push<PartialType>(plan)", "Push<Type>(plan)", SUMS
+        "gemm_reduce_scatter.cu", "Push<SumType, PartialType>", "Push<SumType, Type>", SUMS
     ),
     "own rows first": Mutant(
         "gemm_reduce_scatter.cu",
-        "        multiply(launch, plan, p, of_peers(),",
-        "        multiply(launch, plan, p, own(),\n"
-        "                 Sum<OutType, Accumulator<Type>, PartialType>(plan, store()),\n"
-        "                 [](Launch self, Scratch) { return self.live(); });\n"
-        "        multiply(launch, plan, p, of_peers(),",
+        "{1, size + 1}",
+        "{0, size}",
         INTERLEAVINGS,
     ),
     "greeting": Mutant(
@@ -231,6 +229,30 @@ MUTANTS = {
         "if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))",
         "if ((void)sum, !launch.live())",
         INTERLEAVINGS,
+    ),
+    "one shot: words of an earlier call": Mutant(
+        H + "one_shot.cuh",
+        "const u64 goal = launch.target(0);",
+        "const u64 goal = 1;",
+        ONE_SHOT,
+    ),
+    "one shot: half a pair": Mutant(
+        H + "one_shot.cuh",
+        "second < goal && !launch",
+        "false && !launch",
+        ONE_SHOT,
+    ),
+    "one shot: order of sums": Mutant(
+        H + "one_shot.cuh",
+        "const u64 peer = around(owner, step, size);",
+        "const u64 peer = around(owner, size - step, size);",
+        ONE_SHOT,
+    ),
+    "one shot: NaN after a failure": Mutant(
+        H + "one_shot.cuh",
+        "all ? narrow<T>(sums.values[i]) : not_a_number<T>()",
+        "narrow<T>(sums.values[i])",
+        ONE_SHOT,
     ),
     "attention: gate wait": Mutant(
         H + "attention.cuh",
@@ -349,25 +371,6 @@ MUTANTS = {
         "receipt);",
         "return (void)receipt, (void)from, true;",
         NODES,
-    ),
-    "nodes: sum before the owner's call": Mutant(
-        H + "node_sums.cuh",
-        "launch.await_call(part.source, plan_->digest) && ",
-        "",
-        NODE_SUMS,
-    ),
-    "nodes: wait for the sums of nodes": Mutant(
-        H + "reduction.cuh",
-        "if (!launch.wait(launch.agent(), arrived, 1, {Awaited::network, everyone, chunk})) "
-        "return false;",
-        "(void)arrived;",
-        NODE_SUMS,
-    ),
-    "nodes: receipt before the sender's call": Mutant(
-        H + "node_sums.cuh",
-        "if (launch.await_call(to.ranks[i], plan.digest)) mail",
-        "mail",
-        NODE_SUMS,
     ),
     "attention on GPUs: wait for a panel": Mutant(
         H + "engine/attention_portable.cuh",

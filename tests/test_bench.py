@@ -16,18 +16,19 @@ from mkernel_cp.errors import ConfigurationError, Error
 from mkernel_cp.plan import AllGatherGemmPlan, Options, plan_allgather_gemm
 
 
-def bench(*options, ranks=2, **more):
-    arguments = ("bench", "allgather-gemm", *options)
+def bench(*options, ranks=2, operator="allgather-gemm", **more):
+    arguments = ("bench", operator, *options)
     return mpirun(ranks, "-m", "mkernel_cp", *arguments, **more)
 
 
-def patched(patch, *options):
+def patched(patch, *options, operator="allgather-gemm"):
     """Run the benchmark on two ranks after some lines of Python."""
     program = (
         "import sys\nimport numpy as np\nfrom mpi4py import MPI\n"
-        "from mkernel_cp.bench import allgather_gemm, baselines\nfrom mkernel_cp.cli import main\n"
+        "from mkernel_cp.bench import allgather_gemm, baselines, reductions\n"
+        "from mkernel_cp.cli import main\n"
         f"rank = MPI.COMM_WORLD.Get_rank()\n{patch}\n"
-        f"sys.exit(main({['bench', 'allgather-gemm', '--quick', '--repeat', '1', *options]!r}))\n"
+        f"sys.exit(main({['bench', operator, '--quick', '--repeat', '1', *options]!r}))\n"
     )
     return mpirun(2, "-c", program)
 
@@ -130,6 +131,44 @@ baselines.gather_for = fail"""
     (record,) = records.read(path)
     assert record["unfused_ms"] == "OSError: no library"
     assert "unfused: OSError: no library" in done.stdout
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_allreduce"])
+def test_sums_are_measured_beside_their_like(tmp_path, operator, dtype):
+    path = tmp_path / "records.json"
+    options = "--shape=70,33,20", "--shape=1,5,3", f"--dtype={dtype}", "--repeat=1"
+    name = operator.replace("_", "-")
+    done = bench(*options, f"--json={path}", ranks=3, operator=name)
+    assert done.returncode == 0, done.stderr
+    first, second = records.read(path)
+    assert first["shape"] == {"M": 70, "K": 33, "N": 20}
+    assert first["plan"]["row_counts"] == [24, 23, 23]
+    for record in (first, second):
+        assert record["operator"] == operator
+        assert isinstance(record["unfused_ms"], float)
+    # Of 70 rows: two terms for its own, and for an all-reduce the sums of the others.
+    rows = {"gemm_reduce_scatter": (48, 2), "gemm_allreduce": (48 + 46, 2 + 0)}[operator]
+    ratio = rows[0] * 20 / (rows[1] * 3)
+    assert first["transfer_ms"] == pytest.approx(ratio * second["transfer_ms"])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("who", "field"), [("comm.size == 2", "fused_ms"), ("comm.size == 1", "engine_ms")]
+)
+def test_a_wrong_sum_gets_no_time(who, field):
+    patch = f"""class Wrong(reductions.GemmReduceScatter):
+    def __call__(self, a, b, *, out):
+        super().__call__(a, b, out=out)
+        comm = self._comm
+        if rank == 1 and {who}: out[-1, -1] *= 2
+        return out
+reductions.GemmReduceScatterBench.step_type = Wrong"""
+    done = patched(patch, operator="gemm-reduce-scatter")
+    assert done.returncode == 1
+    assert f"has no {field}: wrong result: an error is" in done.stderr
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -288,14 +327,17 @@ def test_a_chart(tmp_path):
 
 def test_an_earlier_time_is_told_where_there_is_one():
     bfloat16 = np.dtype("bfloat16")
-    known = baselines.figure("cuBLASMp", 4, (4096, 4096, 1024), bfloat16)
+    name = "cuBLASMp", "allgather_gemm"
+    known = baselines.figure(*name, 4, (4096, 4096, 1024), bfloat16)
     assert "0.15 ms in an earlier run on 4 x NVIDIA H100" in known
+    other = baselines.figure("cuBLASMp", "gemm_reduce_scatter", 4, (4096, 1024, 4096), bfloat16)
+    assert "0.551 ms" in other
     for world, shape, dtype in (
         (2, (4096, 4096, 1024), bfloat16),
         (4, (4096, 4096, 1025), bfloat16),
         (4, (4096, 4096, 1024), np.dtype(np.float32)),
     ):
-        assert baselines.figure("cuBLASMp", world, shape, dtype) == ""
+        assert baselines.figure(*name, world, shape, dtype) == ""
 
 
 # --- timing ---------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def test_demo_notices_a_result_that_is_wrong_on_one_rank():
         if comm.rank == 1: out[-1, -1] = np.nan
     demo.AllGatherGemm.__call__ = wrong"""
     done = on_ranks(2, DEMO.format(json=True, patch=patch))
-    assert "8 of 28 rows are wrong" in message(done)
+    assert "8 of 30 rows are wrong" in message(done)
     report = json.loads(done.stdout)
     assert report["ok"] is False
     wrong = {row["operator"] for row in report["rows"] if row["error_over_bound"] is None}

@@ -124,10 +124,11 @@ DOUBLE = ReductionCase("double", (33, 20), 70, (45, 9), *["float64"] * 2, transf
     [*((name, case) for name in ENGINES for case in SUMMED), ("portable", DOUBLE)],
     ids=str,
 )
-@pytest.mark.parametrize("operator", sums.OPERATORS)
-def test_sums_over_ranks(on, operator, engine, case):
+@pytest.mark.parametrize("form", [*sums.OPERATORS, "one shot"])
+def test_sums_over_ranks(on, form, engine, case):
     on(engine)
-    sums.test_equals_reference(operator, case)
+    with worlds.one_shot(form == "one shot"):
+        sums.test_equals_reference(sums.OPERATORS[1] if form == "one shot" else form, case)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -84,6 +84,49 @@ def test_heat(ranks, size):
     assert f"40 steps of {size} x {size} on {ranks} ranks" in done.stdout
 
 
+@pytest.mark.operator
+@pytest.mark.parametrize("size", worlds.SIZES)
+def test_least_squares_finds_what_numpy_does_with_the_same_bits_on_all_ranks(size):
+    least_squares = example("least_squares")
+    rng = np.random.default_rng(size)
+    a, b = rng.standard_normal((101, 7)), rng.standard_normal(101)
+
+    def program(comm):
+        return least_squares.solve(a[comm.rows(101)], b[comm.rows(101)], comm)
+
+    answers = worlds.run(size, program)
+    assert len({x.tobytes() for x in answers}) == 1
+    np.testing.assert_allclose(answers[0], np.linalg.lstsq(a, b)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.operator
+@pytest.mark.parametrize("block", [1, 16])
+@pytest.mark.parametrize("size", worlds.SIZES)
+def test_conjugate_gradients_solve_every_column(size, block):
+    gradients = example("conjugate_gradients")
+    b = np.random.default_rng(size).standard_normal((90, block))
+    b[:, block // 2] *= block == 1  # of a block, one column has nothing to be solved
+
+    def program(comm):
+        own = comm.rows(90)
+        x, iterations = gradients.solve(gradients.matrix(90, own), b[own], comm)
+        assert 10 < iterations < 90
+        exact = np.linalg.solve(gradients.matrix(90, slice(None)), b)
+        np.testing.assert_allclose(x, exact[own], rtol=0, atol=1e-7)
+
+    worlds.run(size, program)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "size", "block"), [(1, 50, 16), (3, 100, 1), (4, 3, 16)])
+def test_conjugate_gradients(ranks, size, block):
+    program = ROOT / "launch" / "examples" / "conjugate_gradients.py"
+    done = mpirun(ranks, program, "--size", str(size), "--block", str(block))
+    assert done.returncode == 0, done.stderr
+    assert f"{size} unknowns, {block} right-hand side(s), {ranks} rank(s)" in done.stdout
+    assert float(done.stdout.split()[-1]) < 1e-7
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 100), (3, 1001), (4, 30)])
 def test_least_squares(ranks, rows):

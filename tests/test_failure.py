@@ -29,7 +29,8 @@ def compiled():
         for operator in SUMS:
             operator(*HALF, comm=comm, options=EXACT)
 
-    worlds.run(1, program)
+    for size in (1, 2):  # where there are two, few rows are summed in one shot
+        worlds.run(size, program)
 
 
 def outcomes(size, program, **options):

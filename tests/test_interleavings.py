@@ -10,12 +10,13 @@ import mkernel_cp as mk
 from mkernel_cp.failure import Reason
 
 LAUNCHES = 3
-OPERATORS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
+OPERATORS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "one shot")
 # Of a rank: rows of the result that it owns, or brings; one of the three owns none of a sum.
 COUNTS = {
     "allgather_gemm": (3, 2, 4),
     "gemm_reduce_scatter": (3, 0, 2),
     "gemm_allreduce": (1, 1, 0),
+    "one shot": (1, 1, 0),
 }
 
 
@@ -24,7 +25,8 @@ class World:
 
     def __init__(self, operator, lanes, split=(2, 2), **options):
         self.size, self.lanes = 3, lanes
-        counts = COUNTS[operator]
+        counts, always = COUNTS[operator], operator == "one shot"
+        operator = "gemm_allreduce" if always else operator
         m, k, n = sum(counts), 5, 3
         rows = [slice(sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(self.size)]
         rng = np.random.default_rng(0)
@@ -59,7 +61,8 @@ class World:
             comm.hooks.lanes = lanes
             return comm, step, a, out, step.prepare(a, b[comm.rank], out)
 
-        self.ranks = mk.LocalWorld(self.size).run(program)
+        with worlds.one_shot(always):
+            self.ranks = mk.LocalWorld(self.size).run(program)
 
     def simulate(self, seed, poison=worlds.NAN, **stop):
         """Run all launches once; return the faults seen, and the kernel's account of it."""

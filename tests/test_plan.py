@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from shapes import DTYPES, cases
+from shapes import DTYPES, ReductionCase, cases
 
 import mkernel_cp as mk
 from mkernel_cp import plan as plans
@@ -318,12 +318,12 @@ def test_what_is_no_plan_is_refused(tmp_path):
 KINDS = plans.GemmReduceScatterPlan, plans.GemmAllReducePlan
 
 
-def make_reduction(kind, case, rank, options=OPTIONS[0]):
+def make_reduction(kind, case, rank, options=OPTIONS[0], one_shot=False):
     k, dtype = case.k_per_rank[rank], np.dtype(case.dtype)
     tile = plans.choose_tile(case.row_counts, case.n, k, dtype, dtype, options, None)
     return plans.plan_reduction(
         *(kind, rank, case.row_counts, case.n, k, dtype, np.dtype(case.out_dtype)),
-        *(np.dtype(case.transfer_dtype), tile, options),
+        *(np.dtype(case.transfer_dtype), tile, one_shot, options),
     )
 
 
@@ -361,17 +361,38 @@ def test_stripes_are_whole_tiles_and_cover_the_columns():
             assert plan.stripes * plan.stripe_columns >= case.n
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_plans_of_sums_are_explained_and_kept(kind, tmp_path):
+def test_few_rows_are_summed_in_one_shot():
+    bfloat16, float32 = np.dtype("bfloat16"), np.dtype(np.float32)
+    for rows, wanted in ((16, True), (64, False), (1024, False)):
+        counts = mk.reference.array_split_counts(rows, 4)
+        assert plans.is_one_shot(counts, 8192, bfloat16, bfloat16, bfloat16) is wanted
+    assert not plans.is_one_shot((16,), 64, float32, float32, float32)
+
+
+def test_bytes_of_one_shot_are_those_of_words():
+    case = ReductionCase("x", (2, 1), 5, (3, 4), "bfloat16", "bfloat16", transfer_dtype="bfloat16")
+    plan = make_reduction(plans.GemmAllReducePlan, case, 0, one_shot=True)
+    # Of 8 columns: one row in float32 and two in bfloat16, and as many bytes of signals.
+    assert plan.bytes_from_peers == 2 * (8 * 4 + 2 * 8 * 2)
+    # Words of two ranks for three rows.
+    assert plan.zones == ((2 * 3 * 8, 0),)
+    assert plan.memory == 8 * 48
+
+
+@pytest.mark.parametrize(
+    ("kind", "one_shot"), [*((kind, False) for kind in KINDS), (KINDS[1], True)]
+)
+def test_plans_of_sums_are_explained_and_kept(kind, one_shot, tmp_path):
     case = cases("reduction", count=1, seed=3, world=3)[-1]
-    plan = make_reduction(kind, case, 1)
+    plan = make_reduction(kind, case, 1, one_shot=one_shot)
     text = plan.explain()
     for fact in (kind.operator, "ranks 1, 2, 0", str(plan.bytes_from_peers), str(plan.memory)):
         assert fact in text
     plan.save(tmp_path / "plan.json")
     assert kind.load(tmp_path / "plan.json") == plan
-    again = make_reduction(kind, case, 1, plan.options)
+    again = make_reduction(kind, case, 1, plan.options, one_shot)
     assert again == plan
+    assert ("one shot" in text) is one_shot
     other = KINDS[kind is KINDS[0]]
     with pytest.raises(ValueError, match=f"no plan of {other.operator}"):
         other.load(tmp_path / "plan.json")
@@ -403,7 +424,7 @@ def test_plans_of_sums_for_a_gpu(kind, dtype):
     counts, options = (1024,) * 4, mk.Options()
     tile = plans.choose_tile(counts, 4096, 1024, dtype, dtype, options, H100)
     plan = plans.plan_reduction(
-        kind, 2, counts, 4096, 1024, dtype, dtype, dtype, tile, options, capacity=132
+        kind, 2, counts, 4096, 1024, dtype, dtype, dtype, tile, False, options, capacity=132
     )
     assert plan.target == "cuda"
     assert plan.engine == ("hopper" if dtype.itemsize == 2 else "portable")
@@ -411,5 +432,4 @@ def test_plans_of_sums_for_a_gpu(kind, dtype):
     assert sum(plan.split) <= 132
     assert all(agents % plan.cluster == 0 for agents in plan.split)
     assert not any(extent % part for extent, part in zip(plan.tile, plan.part, strict=False))
-    if kind is plans.GemmAllReducePlan:
-        assert plan.split[0] > 0  # who stores the sums of the others
+    assert (plan.split[0] > 0) == (plan.engine == "portable")  # else a warp of each block moves

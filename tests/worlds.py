@@ -8,12 +8,13 @@ import contextlib
 import ctypes
 import functools
 import traceback
+from unittest import mock
 
 import numpy as np
 from shapes import Case, ReductionCase, operands, reduction_operands
 
 import mkernel_cp as mk
-from mkernel_cp import reference
+from mkernel_cp import plan, reference
 from mkernel_cp.communicator import Communicator
 from mkernel_cp.plan import Options
 
@@ -109,6 +110,11 @@ def different_options(comm, dtype):
     itemsize = np.dtype(dtype).itemsize
     tile = (128, 128, 256) if itemsize == 2 else (64, 128, 128 // itemsize)
     return [None, Options((2, 2), None, 1000), Options(tile=tile)]
+
+
+def one_shot(always):
+    """Let gemm_allreduce take one shot always, or never, whatever the shape: a context manager."""
+    return mock.patch.object(plan, "_HANDOVERS_S", np.inf if always else -np.inf)
 
 
 def poison(comm, byte=NAN):

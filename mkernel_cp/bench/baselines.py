@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import os
 import socket
@@ -28,18 +29,20 @@ _NO_MULTICAST = {
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """One set of what `allgather_gemm` takes and gives.
+    """One set of what an operator takes and gives.
 
     Attributes
     ----------
-    own : array (M_r, K)
-        This rank's rows of A, where peers can read them.
-    whole : array (M, K)
-        All of A.
+    own : array (M_r, K) or (M, K_r)
+        This rank's rows of A, where peers can read them; of a sum, its columns.
+    whole : array (M, K) or None
+        All of A; not of a sum.
     b : array (K, N)
-    out : array (M, N)
+    out : array (M, N) or (M_r, N)
     row_counts : tuple of int
-        Rows of A on every rank.
+        Rows of A, or of the sum, on every rank.
+    product : array (M, N), optional
+        Of a sum: room for this rank's term.
     """
 
     own: Any
@@ -47,6 +50,7 @@ class Operands:
     b: Any
     out: Any
     row_counts: tuple[int, ...]
+    product: Any = None
 
 
 def without_multicast() -> None:
@@ -130,14 +134,18 @@ def gather_for(comm: Communicator) -> Gather:
     ConfigurationError
         If neither CuPy nor nccl4py gives NCCL.
     """
+    return _library_for(comm, MpiGather, CupyGather, Nccl4pyGather)
+
+
+def _library_for(comm: Communicator, mpi: Any, by_cupy: Any, by_nccl4py: Any) -> Any:
     if comm.target == "host":
-        return MpiGather(comm)
+        return mpi(comm)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # CuPy tells that NCCL is missing, as is done below
         if importlib.import_module("cupy.cuda.nccl").available:
-            return CupyGather(comm)
+            return by_cupy(comm)
     try:
-        return Nccl4pyGather(comm)
+        return by_nccl4py(comm)
     except ImportError as error:
         raise ConfigurationError(
             f"no NCCL ({error}): pip install nvidia-nccl-cu{cuda.driver_series()}"
@@ -200,6 +208,93 @@ class Nccl4pyGather:
                 start += rows
 
 
+Reduction = Callable[[Any, Any, Sequence[int]], None]
+"""Adds the matrices of all ranks: own matrix, result, rows of it that every rank owns."""
+
+
+def reduction_for(comm: Communicator, whole: bool) -> Reduction:
+    """Return the all-reduce, or if not `whole` the reduce-scatter, of NCCL or MPI. Collective.
+
+    Raises
+    ------
+    ConfigurationError
+        If neither CuPy nor nccl4py gives NCCL.
+    """
+    kinds = MpiReduction, CupyReduction, Nccl4pyReduction
+    return _library_for(comm, *(functools.partial(kind, whole=whole) for kind in kinds))
+
+
+class MpiReduction:
+    """MPI_Allreduce or MPI_Reduce_scatter; of 16-bit elements in float32, as MPI has none."""
+
+    def __init__(self, comm: Communicator, *, whole: bool):
+        self._mpi, self._whole = comm.mpi, whole
+
+    def __call__(self, own: np.ndarray, out: np.ndarray, row_counts: Sequence[int]) -> None:
+        wide = own.astype(np.float32) if own.itemsize == 2 else own
+        sums = np.empty(out.shape, wide.dtype)
+        if self._whole:
+            self._mpi.Allreduce(wide, sums)
+        else:
+            self._mpi.Reduce_scatter(wide, sums, [rows * out.shape[1] for rows in row_counts])
+        out[...] = sums
+
+
+# What nccl.h calls a type, and the addition.
+_NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+_NCCL_SUM = 0
+
+
+class CupyReduction:
+    """ncclAllReduce or ncclReduceScatter, for uneven rows a group of ncclReduce, through CuPy."""
+
+    def __init__(self, comm: Communicator, *, whole: bool):
+        self._nccl = nccl = importlib.import_module("cupy.cuda.nccl")
+        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
+        identity = _of_first_rank(comm, nccl.get_unique_id)
+        self._comm, self._whole = nccl.NcclCommunicator(comm.size, identity, comm.rank), whole
+
+    def __call__(self, own: Any, out: Any, row_counts: Sequence[int]) -> None:
+        kind, stream = _NCCL_TYPES[own.dtype.name], self._current_stream().ptr
+        source, to = own.data.ptr, out.data.ptr
+        if self._whole:
+            self._comm.allReduce(source, to, own.size, kind, _NCCL_SUM, stream)
+            return
+        if len(set(row_counts)) == 1:
+            self._comm.reduceScatter(source, to, out.size, kind, _NCCL_SUM, stream)
+            return
+        self._nccl.groupStart()
+        for root, rows in enumerate(row_counts):
+            count = rows * own.shape[1]
+            self._comm.reduce(source, to, count, kind, _NCCL_SUM, root, stream)
+            source += count * own.itemsize
+        self._nccl.groupEnd()
+
+
+class Nccl4pyReduction:
+    """The same through nccl4py, for a CuPy that was built without NCCL."""
+
+    def __init__(self, comm: Communicator, *, whole: bool):
+        self._nccl = nccl = importlib.import_module("nccl.core")
+        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
+        identity = _of_first_rank(comm, nccl.get_unique_id)
+        self._comm, self._whole = nccl.Communicator.init(comm.size, comm.rank, identity), whole
+
+    def __call__(self, own: Any, out: Any, row_counts: Sequence[int]) -> None:
+        nccl, stream = self._nccl, self._current_stream().ptr
+        if self._whole:
+            self._comm.allreduce(own, out, nccl.SUM, stream=stream)
+            return
+        if len(set(row_counts)) == 1:
+            self._comm.reduce_scatter(own, out, nccl.SUM, stream=stream)
+            return
+        start = 0
+        with nccl.group():
+            for root, rows in enumerate(row_counts):
+                self._comm.reduce(own[start : start + rows], out, nccl.SUM, root, stream=stream)
+                start += rows
+
+
 def _of_first_rank(comm: Communicator, make: Callable[[], Any]) -> Any:
     return comm.agree("to start NCCL", lambda: make() if comm.rank == 0 else None)[0]
 
@@ -216,6 +311,7 @@ class AsyncTensorParallel:
     """
 
     name = "PyTorch async-TP"
+    operators = ("allgather_gemm", "gemm_reduce_scatter")
     module = "torch.distributed._symmetric_memory"
 
     def __init__(self, comm: Communicator):
@@ -238,7 +334,7 @@ class AsyncTensorParallel:
             warnings.simplefilter("ignore")  # newer versions do it by themselves, and say so
             importlib.import_module(self.module).enable_symm_mem_for_group(self._group)
 
-    def prepare(self, sets: Sequence[Operands]) -> Call:
+    def prepare(self, operator: str, sets: Sequence[Operands]) -> Call:
         """Return the call for these operands; its result is an array of integers, bit by bit."""
         if len(set(sets[0].row_counts)) > 1:
             raise ValueError("needs the same number of rows on every rank")
@@ -250,7 +346,11 @@ class AsyncTensorParallel:
         def call(number: int) -> Any:
             a, b = operands[number % len(operands)]
             with torch.cuda.stream(stream):
-                _, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, self._group)
+                if operator == "allgather_gemm":
+                    _, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, self._group)
+                else:
+                    fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
+                    out = fused(a, b, "sum", 0, self._group)
             return out.view(bits)
 
         return call
@@ -274,6 +374,7 @@ class CublasMp:
     """
 
     name = "cuBLASMp"
+    operators = ("allgather_gemm", "gemm_reduce_scatter")
     module = "nvmath.distributed.linalg.advanced"
 
     def __init__(self, comm: Communicator):
@@ -282,7 +383,7 @@ class CublasMp:
         self._nvmath.initialize(cupy.cuda.runtime.getDevice(), comm.mpi, ["nvshmem", "nccl"])
         self._plans: list[Any] = []
 
-    def prepare(self, sets: Sequence[Operands]) -> Call:
+    def prepare(self, operator: str, sets: Sequence[Operands]) -> Call:
         """Return the call for these operands; it computes the transpose, which lies the same way.
 
         cuBLASMp has columns where we have rows, and wants `b` in the other order.
@@ -291,6 +392,9 @@ class CublasMp:
         slab = importlib.import_module("nvmath.distributed.distribution").Slab
         qualifiers = np.zeros(3, advanced.matrix_qualifiers_dtype)
         qualifiers[0]["is_transpose"] = True
+        # How the ranks hold b, the transpose of a, and that of the result.
+        gathers = operator == "allgather_gemm"
+        held = [slab.Y, slab.Y, slab.X] if gathers else [slab.X, slab.X, slab.Y]
         self._forget()
         for one in sets:
             by_columns = self._cupy.empty(one.b.shape[::-1], f"u{one.b.itemsize}").T
@@ -298,7 +402,7 @@ class CublasMp:
             plan = advanced.Matmul(
                 by_columns.view(one.b.dtype),
                 one.own.T,
-                distributions=[slab.Y, slab.Y, slab.X],
+                distributions=held,
                 qualifiers=qualifiers,
             )
             self._plans.append(plan)
@@ -318,10 +422,11 @@ class CublasMp:
 
 RIVALS = (AsyncTensorParallel, CublasMp)
 
-# For where a rival does not run: what this benchmark gave for it with bfloat16 on 4 x NVIDIA H100
-# (torch 2.11, cuBLASMp 0.7 through nvmath-python 0.8); ms by (M, K, N).
+# For where a rival does not run: what was measured of it with bfloat16 on 4 x NVIDIA H100 (torch
+# 2.11, cuBLASMp 0.7 through nvmath-python 0.8; the slowest, and sums by cuBLASMp, with gaps between
+# calls); ms by (M, K, N).
 _FIGURES = {
-    AsyncTensorParallel.name: {
+    (AsyncTensorParallel.name, "allgather_gemm"): {
         (4096, 4096, 1024): 0.138,
         (8192, 8192, 2048): 0.446,
         (16384, 16384, 4096): 3.10,
@@ -331,16 +436,28 @@ _FIGURES = {
         (8192, 8192, 7168): 1.53,
         (16384, 5120, 3456): 0.854,
     },
-    CublasMp.name: {
+    (CublasMp.name, "allgather_gemm"): {
         (4096, 4096, 1024): 0.150,
         (8192, 8192, 2048): 0.442,
+    },
+    (AsyncTensorParallel.name, "gemm_reduce_scatter"): {
+        (4096, 1024, 4096): 0.249,
+        (8192, 2048, 8192): 0.588,
+        (16384, 4096, 16384): 3.34,
+        (32768, 8192, 32768): 26.6,
+    },
+    (CublasMp.name, "gemm_reduce_scatter"): {
+        (4096, 1024, 4096): 0.551,
+        (8192, 2048, 8192): 0.984,
     },
 }
 
 
-def figure(name: str, world: int, shape: tuple[int, int, int], dtype: np.dtype) -> str:
+def figure(
+    name: str, operator: str, world: int, shape: tuple[int, int, int], dtype: np.dtype
+) -> str:
     """Return words for a rival's time in an earlier run, or none if there is no such time."""
-    ms = _FIGURES[name].get(shape)
+    ms = _FIGURES.get((name, operator), {}).get(shape)
     if ms is None or world != 4 or dtype != ml_dtypes.bfloat16:
         return ""
     return f"; {ms} ms in an earlier run on 4 x NVIDIA H100"

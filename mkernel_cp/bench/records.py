@@ -26,7 +26,9 @@ KEYS = (
     *("compute_ms", "transfer_ms", "engine_ms", "unfused_ms", "fused_ms", "floor_ms"),
     *("efficiency", "host_us", "rivals", "plan", "versions"),
 )
-_SHAPE_KEYS = {"allgather_gemm": ("M", "K", "N")}
+_SHAPE_KEYS = dict.fromkeys(
+    ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"), ("M", "K", "N")
+)
 _HOST_KEYS = ("class", "function")
 _ALWAYS_MEASURED = ("compute_ms", "engine_ms", "fused_ms")
 _MEASURED = (*_ALWAYS_MEASURED, "transfer_ms", "unfused_ms", "host_us", "rivals")

@@ -10,11 +10,17 @@ import numpy as np
 
 from .. import __version__
 from ..bench import records
-from ..bench.allgather_gemm import QUICK_SHAPES, SHAPES, AllGatherGemmBench
+from ..bench.allgather_gemm import AllGatherGemmBench
+from ..bench.operator import OperatorBench
+from ..bench.reductions import GemmAllReduceBench, GemmReduceScatterBench
 from ..communicator import Communicator
 from ..errors import Error
 from .job import CommandError, together
 
+BENCHES: dict[str, type[OperatorBench]] = {
+    kind.operator.replace("_", "-"): kind
+    for kind in (AllGatherGemmBench, GemmReduceScatterBench, GemmAllReduceBench)
+}
 _TARGETS = {
     "cuda": "device time in ms, queued ahead of the host",
     "host": "CPU threads beside NumPy and MPI, in ms; not a measure of speed",
@@ -37,27 +43,28 @@ def repeats(text: str) -> int:
     return number
 
 
-def allgather_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
-    """Measure `allgather_gemm` and print a table; `CommandError` if a result was wrong.
+def bench(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Measure an operator and print a table; `CommandError` if a result was wrong.
 
     A record is the median of several repeats in one set of processes, each with operands of its
     own.
     """
+    kind = BENCHES[arguments.operator]
     together(comm, "to look at the outputs", lambda: _check_outputs(comm, arguments))
-    shapes = arguments.shape or (QUICK_SHAPES if arguments.quick else SHAPES)[comm.target]
+    shapes = arguments.shape or (kind.quick_shapes if arguments.quick else kind.shapes)[comm.target]
     dtype = np.dtype(arguments.dtype)
     done: list[dict[str, Any]] = []
     wrong: list[str] = []
     with (
         _progress(comm, len(shapes) * arguments.repeat) as (say, advance),
-        AllGatherGemmBench.opened(comm, dtype) as bench,
+        kind.opened(comm, dtype) as measurement,
     ):
-        say(_title(comm, bench.link_rate))
+        say(_title(comm, measurement.link_rate))
         for m, k, n in shapes:
-            measured = [advance(bench.measure(m, k, n)) for _ in range(arguments.repeat)]
+            measured = [advance(measurement.measure(m, k, n)) for _ in range(arguments.repeat)]
             try:
                 record = records.make_record(
-                    comm, "allgather_gemm", {"M": m, "K": k, "N": n}, dtype.name, measured
+                    comm, kind.operator, {"M": m, "K": k, "N": n}, dtype.name, measured
                 )
             except Error as error:
                 wrong.append(str(error))

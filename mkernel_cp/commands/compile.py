@@ -1,6 +1,7 @@
 """`compile`: fill the cache of compiled code, for a job that is to start at once. Needs no GPU."""
 
 import argparse
+import itertools
 import time
 from typing import Any
 
@@ -14,6 +15,8 @@ from .job import say
 # Of those that multiply, whether partial sums travel, whose dtype then is that of the operands.
 _GEMMS = {"allgather_gemm": False, "gemm_reduce_scatter": True, "gemm_allreduce": True}
 OPERATORS = (*_GEMMS, "ring_attention")
+# Where an operator has more kernels than that of its name.
+_FORMS = {"gemm_allreduce": ("gemm_allreduce", "gemm_allreduce_one_shot")}
 
 _FLOAT32 = np.dtype(np.float32)
 # KiB of shared memory that a thread block can have, by compute capability.
@@ -49,8 +52,9 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     kernels = 0
     try:
         for operator in operators:
-            for defines in kernels_for(operator, arguments.arch):
-                source = compiler.kernel_source(operator)
+            forms = _FORMS.get(operator, (operator,))
+            for form, defines in itertools.product(forms, kernels_for(operator, arguments.arch)):
+                source = compiler.kernel_source(form)
                 compiler.cubin(source, arguments.arch, defines=defines)
                 kernels += 1
     except (CompileError, ConfigurationError, ValueError) as error:

@@ -181,6 +181,10 @@ class GemmOperator(abc.ABC):
     def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
         """Return a as the kernel reads it; say in the message where it is, if peers read it."""
 
+    def _kernel_name(self) -> str:
+        """Return what the kernel, and its file, are called."""
+        return self.function
+
     def _choose_tile(self) -> Any:
         spec, gpu = self._spec, self._comm.machine.gpu
         return plans.choose_tile(
@@ -206,8 +210,9 @@ class GemmOperator(abc.ABC):
             words |= {"MK_A_BY_COLUMNS": a_by_columns, "MK_B_BY_COLUMNS": self._b_by_columns}
         if self._comm.num_nodes > 1:
             words["MK_NODES"] = 1
-        source = str(compiler.kernel_source(self.function))
-        return self._comm.load(Kernel(source, self.function, tuple(compiler.macros(words).items())))
+        name = self._kernel_name()
+        source = str(compiler.kernel_source(name))
+        return self._comm.load(Kernel(source, name, tuple(compiler.macros(words).items())))
 
     @property
     def _mapped(self) -> bool:

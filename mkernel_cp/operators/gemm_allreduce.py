@@ -23,7 +23,8 @@ def gemm_allreduce(
     """Return the sum over ranks of a @ b: on every rank the whole of it, and the same bits.
 
     Collective. Each rank adds some rows, as in `gemm_reduce_scatter`, and sends the sums to all.
-    The columns are taken in stripes, so that one is sent while the next is multiplied.
+    The columns are taken in stripes, so that one is sent while the next is multiplied. Few rows are
+    not shared out: every rank sends all of its product to every other, and all of them add.
 
     Parameters
     ----------
@@ -47,14 +48,15 @@ def gemm_allreduce(
     Returns
     -------
     (M, N) array
-        `out`, or a new array. Every row is added by one rank, in float32 (float64 for float64), in
-        the order that `gemm_reduce_scatter` has. Equal inputs give equal bits.
+        `out`, or a new array. Every row is added in float32 (float64 for float64), in the order
+        that `gemm_reduce_scatter` has. Equal inputs give equal bits.
 
     Notes
     -----
     Partial sums travel as in `gemm_reduce_scatter`, and the sums in the dtype of the result. Every
     stripe has slots of its own: together they take about the size of the result once as partial
-    sums and once as sums, on every rank.
+    sums and once as sums, on every rank. Few rows take twice the product of every rank, in the type
+    in which it is summed; the result has the same bits either way.
 
     As every operator, a call on the cuda target returns at once, and can be captured; see
     `allgather_gemm`.
@@ -96,7 +98,6 @@ class GemmAllReduce(ReductionOperator):
     """
 
     function = "gemm_allreduce"
-    across_nodes = True
     params_struct = "GemmAllReduceParams"
     plan_type = plans.GemmAllReducePlan
     plan: plans.GemmAllReducePlan
@@ -121,17 +122,24 @@ class GemmAllReduce(ReductionOperator):
     ):
         self._plan(a, b, comm, out, stream, dtype=dtype, options=options)
 
+    def _kernel_name(self) -> str:
+        return "gemm_allreduce_one_shot" if self._one_shot else self.function
+
     def _choose_tile(self) -> Any:
-        spec, gpu = self._spec, self._comm.machine.gpu
-        if gpu is None:
-            return super()._choose_tile()
-        # The loop over stripes costs the Hopper engine registers, and its multiplies their overlap.
-        return plans.portable_tile(spec.dtype, spec.options, gpu.shared_bytes)
+        spec = self._spec
+        self._one_shot = plans.is_one_shot(
+            *(spec.row_counts, spec.n, spec.dtype, spec.out_dtype, spec.transfer_dtype)
+        )
+        tile = super()._choose_tile()
+        return plans.whole_groups(tile) if self._one_shot else tile
+
+    def _tiled_rows(self) -> tuple[int, ...]:
+        return (sum(self._spec.row_counts),) if self._one_shot else self._spec.row_counts
 
     def _constants(self, arena: Arena, base: int) -> Any:
         return structs.shared().GemmAllReducePlan(
             reduction=super()._constants(arena, base),
+            all_rows=self._constant("all_rows", np.array((0, self.plan.m), np.int64)),
             stripe=self.plan.stripe_columns,
-            sums=self._zone(arena, 1),
-            chunks=len(self.plan.writes("verbs")),
+            **({} if self._one_shot else {"sums": self._zone(arena, 1)}),
         )

@@ -57,9 +57,6 @@ def gemm_reduce_scatter(
 
     Notes
     -----
-    On several nodes each adds what its ranks have of a row and sends that to the row's owner, which
-    adds its own node's first and then the others' in their order.
-
     Partial sums are rounded to the dtype of the operands on their way (``Options(transfer_dtype=
     "float32")`` keeps those of 16-bit operands exact). They land in slots of their own, which take
     (R - 1) / R times the size of the largest share of the result times R on every rank.
@@ -106,7 +103,6 @@ class GemmReduceScatter(ReductionOperator):
     """
 
     function = "gemm_reduce_scatter"
-    across_nodes = True
     params_struct = "GemmReduceScatterParams"
     plan_type = plans.GemmReduceScatterPlan
 

@@ -9,7 +9,6 @@ from .. import plan as plans
 from .. import structs
 from ..communicator import Arena
 from ..reference import accumulator_dtype, array_split_counts
-from ..transport.network import MOST_CHUNKS
 from . import operands
 from .gemm import GemmOperator, GemmSpec
 
@@ -46,11 +45,14 @@ class ReductionOperator(GemmOperator):
     plan_type: ClassVar[type[plans.GemmReduceScatterPlan]]
     plan: plans.GemmReduceScatterPlan
 
+    _one_shot = False  # whether every rank adds everything
+
     def _agreed_text(self) -> str:
         spec = self._spec
         transfer = spec.transfer_dtype
         tail = plans.tf32_text(spec.options.tf32)
         tail += "" if transfer == spec.dtype else f", partial sums as {transfer.name}"
+        tail += ", one shot" if self._one_shot else ""
         return (
             f"{self.function}(row_counts={list(spec.row_counts)}, N={spec.n}, {spec.dtype.name} -> "
             f"{spec.out_dtype.name}, tile={self._tile.tile[:2]}{tail})"
@@ -64,30 +66,30 @@ class ReductionOperator(GemmOperator):
 
     def _need(self) -> tuple[int, int]:
         spec = self._spec
-        nodes = self._comm.topology.sizes
         zones = plans.reduction_zones(
             *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
-            *(self._tile, nodes),
+            *(self._tile, self._one_shot),
         )
-        sums = plans.node_sum_bytes(spec.row_counts, spec.n, spec.transfer_dtype, nodes)
-        slots, nbytes = sum(n for n, _ in zones), sum(n * size for n, size in zones)
-        return slots, nbytes + sums
+        return sum(slots for slots, _ in zones), sum(slots * nbytes for slots, nbytes in zones)
 
     def _make_plan(self, capacity: int) -> plans.GemmReduceScatterPlan:
-        spec = self._spec
+        spec, agreed = self._spec, (self._tile, self._one_shot)
         return plans.plan_reduction(
             *(self.plan_type, self._comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
-            *(spec.out_dtype, spec.transfer_dtype, self._tile, spec.options, capacity),
-            self._comm.topology.sizes,
+            *(spec.out_dtype, spec.transfer_dtype, *agreed, spec.options, capacity),
         )
 
     def _choose_tile(self) -> Any:
         # K_r may differ between ranks; the rows and columns of a tile may not.
         spec, gpu = self._spec, self._comm.machine.gpu
         return plans.choose_tile(
-            *(spec.row_counts, spec.n, spec.k if gpu is None else _USUAL_K, spec.dtype),
+            *(self._tiled_rows(), spec.n, spec.k if gpu is None else _USUAL_K, spec.dtype),
             *(self._staged_dtype(), spec.options, gpu),
         )
+
+    def _tiled_rows(self) -> tuple[int, ...]:
+        """Return how many rows lie between borders that no tile crosses."""
+        return self._spec.row_counts
 
     def _staged_dtype(self) -> np.dtype:
         return accumulator_dtype(self._spec.dtype)
@@ -111,55 +113,10 @@ class ReductionOperator(GemmOperator):
             tile=structures.TileShape(*plan.tile),
             part_rows=plan.part[0],
             part_columns=plan.part[1],
+            piece_columns=plan.piece_columns,
             row_start=self._constant("row_start", np.array(plan.row_start, np.int64)),
             partials=self._zone(arena, 0),
-            nodes=self._nodes(arena) if self._comm.num_nodes > 1 else 0,
         )
-
-    def _nodes(self, arena: Arena) -> int:
-        """Return where the kernel finds how sums travel between nodes."""
-        structures, plan, comm = structs.shared(), self.plan, self._comm
-        topology = comm.topology
-        parts = plans.tile_counts(plan.row_counts, plan.n, (*plan.part, 0))
-        ranks = range(comm.size)
-        slots = {r: plans.first_slots(r, parts, plan.nodes)[0] for r in topology.peers}
-        node = topology.node
-        other = [node - (node > topology.node_of(r)) for r in ranks]
-        starts = np.zeros(comm.size, np.int64)
-        rows = [plan.row_counts[source] for source in topology.sources]
-        starts[topology.sources] = np.cumsum([0, *rows])[:-1]
-        pushed = [r for r in ranks if r != comm.rank and topology.holders[r] != comm.rank]
-        # Around the ring from here, so that not all push to one.
-        pushed.sort(key=lambda r: (r not in topology.peers, (r - comm.rank) % comm.size))
-        offset = arena.data_offset_for(arena.signals) + sum(n * size for n, size in plan.zones)
-        sums = structures.Matrix(
-            data=comm.segments[arena.number].address + offset, row_stride=plan.n, column_stride=1
-        )
-        arrays = {
-            "order": np.array([comm.rank, *pushed, *topology.sources], np.uint64),
-            "first_slot": np.array([slots[topology.holders[r]][r] for r in ranks], np.int64),
-            "ordinal": np.array(other, np.int64),
-            "beside": np.array([plan.nodes[topology.node_of(r)] - 1 for r in ranks], np.int64),
-            "row_start": starts,
-            "writes": np.array(plan.writes(comm.network.transport), np.uint64),
-            "sums": sums,
-        }
-        named = {name: self._constant(f"nodes: {name}", array) for name, array in arrays.items()}
-        chunks = plan.sum_chunks
-        come = len(arrays["writes"])
-        if come > MOST_CHUNKS:
-            raise ValueError(
-                f"{come} parts of {plan.part} come from other nodes: use at most {MOST_CHUNKS}; "
-                "Options(tile=) makes them larger"
-            )
-        between = structures.NodeSumsPlan(
-            pushed=1 + len(pushed),
-            place=structures.Place(arena.number, offset),
-            first_chunk=come - chunks,
-            chunks=chunks,
-            **named,
-        )
-        return self._constant("nodes", between)
 
     def _zone(self, arena: Arena, number: int) -> Any:
         """Return where a landing zone is, one behind another in the arena of every rank.

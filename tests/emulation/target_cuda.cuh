@@ -346,6 +346,14 @@ public:
         if (lanes_ != 32) return emulation::block().sync(lane_ == 0 && verdict);
         return emulation::block().show(&verdict, sizeof verdict)[0][0];
     }
+    bool any(bool verdict) const {
+        if (lanes_ == 1) return verdict;
+        if (lanes_ != 32) return emulation::block().sync(verdict);
+        auto shown = emulation::block().show(&verdict, sizeof verdict);
+        bool some = false;
+        for (u32 i = 0; i < 32; ++i) some = some || shown[i][0];
+        return some;
+    }
 
 private:
     Agent(u32 lane, u32 lanes) : lane_(lane), lanes_(lanes) {}

@@ -20,22 +20,15 @@ def program(comm, lanes):
     a, b = comm.empty((COUNTS[comm.rank], k), np.float32), np.empty((k, n), np.float32)
     options = mk.Options((1, 1), chunk_bytes=3000)
     step = mk.AllGatherGemm(a, b, comm=comm, row_counts=COUNTS, options=options)
-    terms = np.empty((70, 9), np.float32), np.empty((9, 30), np.float32)
-    sums = mk.GemmReduceScatter(*terms, comm=comm, options=mk.Options((1, 1), (16, 16, 8)))
     worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000,) * 4)
-    for _ in range(3):
+    for _ in range(5):
         a[...], b[...] = rng.standard_normal(a.shape), rng.standard_normal(b.shape)
         blocks = comm.agree("blocks", lambda: np.array(a))
         if not np.allclose(step(a, b), np.vstack(blocks) @ b, atol=1e-4):
             raise SystemExit("wrong result")
-        for x in terms:
-            x[...] = rng.standard_normal(x.shape)
-        whole = sum(comm.agree("products", lambda: terms[0] @ terms[1]))
-        if not np.allclose(sums(*terms), whole[comm.rows(70)], atol=1e-4):
-            raise SystemExit("wrong sum")
 
 
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):
-    for lanes, nodes, transport in ((1, (2, 2), "verbs"), (2, (1, 2, 1), "efa")):
+    for lanes, nodes, transport in ((1, (2, 2), "verbs"), (2, (1, 2, 1), "efa"), (1, 4, "efa")):
         worlds.run(len(COUNTS), program, lanes, nodes=nodes, transport=transport)
 print("all right")

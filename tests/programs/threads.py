@@ -47,6 +47,7 @@ def program(comm, lanes):
 
 
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):
-    for lanes in (1, 2, 3):
-        worlds.run(len(COUNTS), program, lanes)
+    for lanes, always in ((1, False), (2, True), (3, False), (3, True)):
+        with worlds.one_shot(always):
+            worlds.run(len(COUNTS), program, lanes)
 print("all right")

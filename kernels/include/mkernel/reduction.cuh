@@ -26,16 +26,18 @@ private:
 template <class T>
 MK_DEVICE u64 bytes_of(const Tile& part) { return u64(part.rows.size() * part.columns.size()) * sizeof(T); }
 
-// The parts of each rank's tiles, by number, and the places in a part.
-class PartNumbers {
+// The parts of each rank's tiles, by number, and the places in a part: as a slot holds it, piece behind piece, each row by
+// row without gaps. So what is delivered together lies together.
+class Parts {
 public:
-    MK_DEVICE PartNumbers(const GemmReduceScatterPlan& plan) : plan_(&plan) {}
+    MK_DEVICE Parts(const GemmReduceScatterPlan& plan) : plan_(&plan) {}
 
     MK_DEVICE i64 count(u64 owner) const {
-        return ceil_div(plan_->row_start[owner + 1] - plan_->row_start[owner], plan_->part_rows) * across();
+        return i64(blocks(plan_->row_start[owner + 1] - plan_->row_start[owner], plan_->part_rows)) * across();
     }
     MK_DEVICE i64 within_owner(const Tile& piece) const {
-        return piece.rows.begin / plan_->part_rows * across() + piece.columns.begin / columns();
+        return i64(u32(piece.rows.begin) / u32(plan_->part_rows)) * across() +
+               u32(piece.columns.begin) / u32(plan_->part_columns);
     }
     MK_DEVICE i64 over_all(const Tile& piece) const {
         i64 before = 0;
@@ -43,253 +45,237 @@ public:
         return before + within_owner(piece);
     }
 
-    // Slots hold parts row by row, without gaps.
-    MK_DEVICE i64 columns() const { return plan_->part_columns; }
-    MK_DEVICE i64 place(const Tile& piece) const {
-        return piece.rows.begin % plan_->part_rows * columns() + piece.columns.begin % columns();
+    MK_DEVICE u32 piece_columns() const { return u32(plan_->piece_columns); }
+    MK_DEVICE u32 place(const Tile& piece) const {
+        const u32 rows = u32(plan_->part_rows), columns = u32(plan_->part_columns);
+        return u32(piece.columns.begin) % columns * rows + u32(piece.rows.begin) % rows * piece_columns();
     }
 
 private:
-    MK_DEVICE i64 across() const { return ceil_div(plan_->n, columns()); }
+    // In 32 bits: division of more takes registers from those who still hold sums.
+    static MK_DEVICE u32 blocks(i64 extent, i64 length) { return (u32(extent) + u32(length) - 1) / u32(length); }
+    MK_DEVICE u32 across() const { return blocks(plan_->n, plan_->part_columns); }
+
     const GemmReduceScatterPlan* plan_;
 };
 
-// Where a rank's rows are added within this node: by itself, or by its gateway, which then sends the sum.
-class Adders {
-public:
-    MK_DEVICE Adders(const Launch& launch, const GemmReduceScatterPlan& plan)
-        : launch_(launch), nodes_(plan.nodes), parts_(plan) {}
-
-    // In the zone of who adds: the slot of a part that comes from `distance` steps further around the ring of the node; for
-    // own rows, also of one that comes from another node.
-    MK_DEVICE i64 slot(const Tile& piece, u64 distance) const {
-        const i64 first = several_nodes ? nodes_->first_slot[piece.source] : 0;
-        return first + i64(distance - 1) * parts_.count(piece.source) + parts_.within_owner(piece);
-    }
-    MK_DEVICE u64 peers() const { return launch_.node().size - 1; }
-    MK_DEVICE u64 nodes(const Tile& piece) const {
-        return several_nodes && piece.source == launch_.rank() ? launch_.world().network->gateway_count : 0;
-    }
-    // The chunk in which another node sends its sum of a part of own rows.
-    MK_DEVICE u64 chunk(const Tile& piece, u64 node) const {
-        return nodes_->first_chunk + node * u64(parts_.count(piece.source)) + u64(parts_.within_owner(piece));
-    }
-
-private:
-    const Launch& launch_;
-    const NodeSumsPlan* nodes_;
-    PartNumbers parts_;
+// Elements that are loaded and stored together.
+template <class T, u32 width>
+struct alignas(width * sizeof(T)) Elements {
+    T values[width];
+    MK_DEVICE static Elements& at(T* place) { return *reinterpret_cast<Elements*>(place); }
+    MK_DEVICE static const Elements& at(const T* place) { return *reinterpret_cast<const Elements*>(place); }
 };
 
-// Pushes a part to its owner, or to whom adds it in this node. One zone is enough, and nothing is reset: an owner that has entered this call, with this
+// As many sums as make 16 bytes.
+template <class Acc>
+constexpr u32 run_width = 16 / sizeof(Acc);
+
+// Whether sums that are staged, and what is to be loaded or stored for them in lines `pitch` apart, are whole runs.
+template <class Acc, class T, class View>
+MK_DEVICE bool in_runs(const Tile& piece, const View& staged, const T* place, i64 pitch) {
+    constexpr u32 width = run_width<Acc>;
+    return (u64(piece.columns.size()) | u64(pitch)) % width == 0 &&
+           reinterpret_cast<u64>(place) % sizeof(Elements<T, width>) == 0 && staged.in_words();
+}
+
+// Stores the sums of a piece, narrowed, in lines `pitch` apart.
+template <class Acc, class T, class View>
+MK_DEVICE void store_sums(const Agent& agent, const Tile& piece, const View& staged, T* to, i64 pitch) {
+    constexpr u32 width = run_width<Acc>;
+    if (in_runs<Acc>(piece, staged, to, pitch))
+        spread(agent, piece.rows.size(), piece.columns.size() / width, [&](u32 row, u32 run) {
+            const auto& sums = Elements<Acc, width>::at(staged(row, run * width));
+            auto& there = Elements<T, width>::at(to + row * pitch + run * width);
+            Elements<T, width> result;
+            MK_UNROLL
+            for (u32 i = 0; i < width; ++i) result.values[i] = narrow<T>(sums.values[i]);
+            there = result;
+        });
+    else
+        spread(agent, piece.rows.size(), piece.columns.size(),
+               [&](u32 row, u32 column) { to[row * pitch + column] = narrow<T>(*staged(row, column)); });
+}
+
+// Pushes a part to its owner. One zone is enough, and nothing is reset: an owner that has entered this call, with this
 // digest, has no use any more for what its arena held in an earlier one, of whatever operator.
-template <class T>
+template <class Acc, class Partial>
 class Push {
 public:
-    using Type = T;
     MK_DEVICE Push(const GemmReduceScatterPlan& plan) : plan_(&plan), parts_(plan) {}
 
-    template <class Acc>
-    MK_DEVICE T transform(Acc sum) const { return narrow<T>(sum); }
-
-    MK_DEVICE const TensorMap* map(const Tile&, i64) const { return nullptr; }
-    MK_DEVICE i64 first_row(const Tile& piece) const { return piece.rows.begin; }
-
     MK_DEVICE bool begin(Launch& launch, const Tile& part) const {
-        return launch.await_call(launch.holder(part.source), plan_->digest);
+        return launch.await_call(part.source, plan_->digest);
     }
 
     template <class View>
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
-        if (!launch.live()) return Writes().complete(launch.agent());
-        const Zone partials(launch, plan_->partials);
-        T* slot = reinterpret_cast<T*>(partials.slot(launch.holder(piece.source), number(launch, piece)));
-        const Lines to{reinterpret_cast<u8*>(slot + parts_.place(piece)), parts_.columns() * i64(sizeof(T))};
-        return staged.send(launch.agent(), to, piece.rows.size(), piece.columns.size());
+        const Agent& agent = launch.agent();
+        u8* slot = Zone(launch, plan_->partials).slot(piece.source, number(launch, piece));
+        Partial* to = reinterpret_cast<Partial*>(slot) + parts_.place(piece);
+        if (launch.live()) store_sums<Acc>(agent, piece, staged, to, parts_.piece_columns());
+        return Writes().complete(agent);
     }
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed sent) const {
-        u64* pushed = Zone(launch, plan_->partials).signal(launch.holder(part.source), number(launch, part));
+        u64* pushed = Zone(launch, plan_->partials).signal(part.source, number(launch, part));
         launch.raise<Scope::system>(pushed, 1, sent);
     }
 
 private:
     MK_DEVICE i64 number(const Launch& launch, const Tile& piece) const {
-        const u64 size = launch.node().size;
-        return Adders(launch, *plan_).slot(piece, (launch.rank() + size - launch.holder(piece.source)) % size);
+        const u64 distance = around(launch.rank(), launch.size() - piece.source, launch.size());
+        return i64(distance - 1) * parts_.count(piece.source) + parts_.within_owner(piece);
     }
 
     const GemmReduceScatterPlan* plan_;
-    PartNumbers parts_;
+    Parts parts_;
 };
 
-// Adds what the peers have pushed to a part: to this rank's sums those of the next rank, and so on around the ring; to own
-// rows, then those of the other nodes. The result is stored.
-template <class T, class Acc, class Partial>
+// Adds what the peers have pushed to an own part: to this rank's sums those of the next rank, and so on around the
+// ring. The result is stored. A lane has `batch` loads under way.
+template <class Acc, class Partial, class T, u32 batch>
 class Sum : public Store<T> {
 public:
-    using Type = Acc;
     MK_DEVICE Sum(const GemmReduceScatterPlan& plan, Store<T> store) : Store<T>(store), parts_(plan), plan_(&plan) {}
 
-    MK_DEVICE Acc transform(Acc sum) const { return sum; }
-
-    MK_DEVICE const TensorMap* map(const Tile&, i64) const { return nullptr; }
-
     MK_DEVICE bool begin(Launch& launch, const Tile& part) const {
-        const Adders adders(launch, *plan_);
+        const u64 rank = launch.rank(), size = launch.size();
+        const i64 parts = parts_.count(rank), number = parts_.within_owner(part);
         const Zone partials(launch, plan_->partials);
-        for (u64 step = 1; step <= adders.peers(); ++step) {
-            const Subject partial{Awaited::partial, launch.neighbour(step), u64(parts_.within_owner(part))};
-            if (!launch.wait(launch.agent(), partials.signal(launch.rank(), adders.slot(part, step)), 1, partial))
+        for (u64 step = 1; step < size; ++step) {
+            const Subject partial{Awaited::partial, around(rank, step, size), u64(number)};
+            if (!launch.wait(launch.agent(), partials.signal(rank, i64(step - 1) * parts + number), 1, partial))
                 return false;
         }
-        for (u64 node = 0; node < adders.nodes(part); ++node) {
-            const u64 chunk = adders.chunk(part, node);
-            const u64* arrived = &launch.world().network->arrived[2 * launch.size() + chunk];
-            if (!launch.wait(launch.agent(), arrived, 1, {Awaited::network, everyone, chunk})) return false;
-        }
         if (launch.agent().lane() == 0)
-            fetch_add(launch.world().bytes_from_peers, adders.peers() * bytes_of<Partial>(part));
+            fetch_add(launch.world().bytes_from_peers, (size - 1) * bytes_of<Partial>(part));
         return launch.live();
     }
 
     template <class View>
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
-        return add(launch, piece, staged, Nothing());
+        const Agent& agent = launch.agent();
+        if (!launch.live()) {
+            this->fill(agent, piece, not_a_number<T>());
+        } else {
+            const u8* slot = Zone(launch, plan_->partials).slot(launch.rank(), parts_.within_owner(piece));
+            const Partial* pushed = reinterpret_cast<const Partial*>(slot) + parts_.place(piece);
+            if (in_runs<Acc>(piece, staged, pushed, parts_.piece_columns()))
+                add<run_width<Acc>>(launch, piece, staged, pushed);
+            else
+                add<1>(launch, piece, staged, pushed);
+            agent.sync();  // what one lane has added up another may store
+            store(agent, piece, staged);
+        }
+        return Writes().complete(agent);
     }
 
     MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
 
 protected:
-    // Elements that are added together.
-    template <class Element, u32 width>
-    struct alignas(width * sizeof(Element)) Run {
-        Element values[width];
-        MK_DEVICE static const Run& at(const Element* from) { return *reinterpret_cast<const Run*>(from); }
-        MK_DEVICE void store(Element* to) const { *reinterpret_cast<Run*>(to) = *this; }
-    };
-
-    // also(row, column, run) with every run of the result besides.
-    template <class View, class Also>
-    MK_DEVICE Completed add(Launch& launch, const Tile& piece, View staged, Also also) const {
-        const Agent& agent = launch.agent();
-        constexpr u32 width = 16 / sizeof(Acc);
-        const i64 place = parts_.place(piece);
-        if (!launch.live()) this->fill(agent, piece, not_a_number<T>());
-        else if ((piece.columns.size() | place | parts_.columns()) % width == 0 && staged.in_words())
-            add_runs<width>(launch, piece, staged, also);
-        else
-            add_runs<1>(launch, piece, staged, also);
-        return Writes().complete(agent);
-    }
-
-    PartNumbers parts_;
+    Parts parts_;
 
 private:
-    static constexpr u32 batch = 2;  // runs of a lane that are loaded together
-
-    struct Nothing {
-        template <class Any>
-        MK_DEVICE void operator()(i64, i64, const Any&) const {}
-    };
-
-    // A lane's runs, from `first` on and `step` apart, out of `count` that make lines of `length`.
-    template <u32 width>
-    struct Batch {
-        u32 first, step, count, length;
-
-        template <class Visit>
-        MK_DEVICE void visit(Visit visit) const {
-            MK_UNROLL
-            for (u32 i = 0; i < batch; ++i)
-                if (const u32 run = first + i * step; run < count) visit(i, run / length, run % length * width);
-        }
-    };
-
-    template <u32 width, class View, class Also>
-    MK_DEVICE void add_runs(Launch& launch, const Tile& piece, View staged, Also also) const {
-        const u32 lane = launch.agent().lane(), lanes = launch.agent().lanes();
-        const u32 length = u32(piece.columns.size()) / width, count = u32(piece.rows.size()) * length;
-        const Adders adders(launch, *plan_);
-        const u32 peers = u32(adders.peers() + adders.nodes(piece)), pitch = u32(parts_.columns());
-        const i64 to_next = parts_.count(piece.source) * plan_->partials.slot_bytes;
-        const u8* first = Zone(launch, plan_->partials).slot(launch.rank(), adders.slot(piece, 1)) +
-                          parts_.place(piece) * i64(sizeof(Partial));
-
-        for (u32 at = lane; at < count; at += batch * lanes) {
-            Run<Acc, width> sums[batch];
-            const Batch<width> each{at, lanes, count, length};
-            each.visit([&](u32 i, u32 row, u32 column) { sums[i] = Run<Acc, width>::at(staged(row, column)); });
-            const u8* from = first;
+    // Adds to what is staged; whole lines, so that what a slot holds is one run.
+    template <u32 width, class View>
+    MK_DEVICE void add(Launch& launch, const Tile& piece, View staged, const Partial* pushed) const {
+        const u32 lanes = launch.agent().lanes(), peers = u32(launch.size() - 1);
+        const u32 length = parts_.piece_columns() / width, count = u32(piece.rows.size()) * length;
+        const i64 to_next = parts_.count(launch.rank()) * (plan_->partials.slot_bytes / i64(sizeof(Partial)));
+        for (u32 first = launch.agent().lane(); first < count; first += batch * lanes) {
+            const Partial* from = pushed;
             MK_NO_UNROLL
             for (u32 peer = 0; peer < peers; ++peer, from += to_next) {
-                Run<Partial, width> terms[batch];
-                each.visit([&](u32 i, u32 row, u32 column) {
-                    terms[i] = Run<Partial, width>::at(reinterpret_cast<const Partial*>(from) + row * pitch + column);
-                });
-                each.visit([&](u32 i, u32, u32) {
-                    MK_UNROLL
-                    for (u32 j = 0; j < width; ++j) sums[i].values[j] += widen(terms[i].values[j]);
-                });
-            }
-            each.visit([&](u32 i, u32 row, u32 column) {
-                Run<T, width> result;
+                Elements<Partial, width> terms[batch];
                 MK_UNROLL
-                for (u32 j = 0; j < width; ++j) result.values[j] = narrow<T>(sums[i].values[j]);
-                this->store_run(piece, row, column, result);
-                also(row, column, result);
-            });
+                for (u32 i = 0; i < batch; ++i)
+                    if (const u32 run = first + i * lanes; run < count)
+                        terms[i] = Elements<Partial, width>::at(from + run * width);
+                MK_UNROLL
+                for (u32 i = 0; i < batch; ++i)
+                    if (const u32 run = first + i * lanes; run < count) {
+                        auto& sums = Elements<Acc, width>::at(staged(run / length, run % length * width));
+                        MK_UNROLL
+                        for (u32 j = 0; j < width; ++j) sums.values[j] += widen(terms[i].values[j]);
+                    }
+            }
         }
     }
 
-    template <u32 width>
-    MK_DEVICE void store_run(const Tile& piece, u32 row, u32 column, const Run<T, width>& run) const {
-        const i64 step = this->to_->column_stride;
-        T* to = this->place_of(piece) + row * this->to_->row_stride + column * step;
-        if (step == 1 && reinterpret_cast<u64>(to) % sizeof(run) == 0) run.store(to);
-        else
-            for (u32 j = 0; j < width; ++j) to[j * step] = run.values[j];
+    template <class View>
+    MK_DEVICE void store(const Agent& agent, const Tile& piece, View staged) const {
+        const i64 rows = piece.rows.size(), columns = piece.columns.size(), step = this->to_->column_stride;
+        T* to = this->place_of(piece);
+        if (step == 1) store_sums<Acc>(agent, piece, staged, to, this->to_->row_stride);
+        else spread(agent, columns, rows, [&](u32 column, u32 row) {
+            to[row * this->to_->row_stride + column * step] = narrow<T>(*staged(row, column));
+        });
     }
 
     const GemmReduceScatterPlan* plan_;
 };
 
 // The same, and the result goes to all. They have entered this call, since their partial sums are in it.
-template <class T, class Acc, class Partial>
-class SumForAll : public Sum<T, Acc, Partial> {
+template <class Acc, class Partial, class T, u32 batch>
+class SumForAll : public Sum<Acc, Partial, T, batch> {
 public:
     MK_DEVICE SumForAll(const GemmAllReducePlan& plan, Store<T> store)
-        : Sum<T, Acc, Partial>(plan.reduction, store), plan_(&plan) {}
+        : Sum<Acc, Partial, T, batch>(plan.reduction, store), plan_(&plan) {}
 
     template <class View>
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
-        const HandOut to_all{launch, Zone(launch, plan_->sums), this->parts_.over_all(piece), this->parts_.place(piece),
-                             this->parts_.columns()};
-        return this->add(launch, piece, staged, to_all);
+        const Completed stored = Sum<Acc, Partial, T, batch>::deliver(launch, piece, staged);
+        if (!launch.live()) return stored;
+        const Zone sums(launch, plan_->sums);
+        const i64 number = this->parts_.over_all(piece);
+        for (u64 peer : RingOrder(launch.rank(), launch.size())) {
+            T* to = reinterpret_cast<T*>(sums.slot(peer, number)) + this->parts_.place(piece);
+            store_sums<Acc>(launch.agent(), piece, staged, to, this->parts_.piece_columns());
+        }
+        return Writes().complete(launch.agent());
     }
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed sent) const {
         const Zone sums(launch, plan_->sums);
-        for (u64 i = 1; i < launch.node().size; ++i)
-            launch.raise<Scope::system>(sums.signal(launch.neighbour(i), this->parts_.over_all(part)), 1, sent);
+        const i64 number = this->parts_.over_all(part);
+        for (u64 peer : RingOrder(launch.rank(), launch.size()))
+            launch.raise<Scope::system>(sums.signal(peer, number), 1, sent);
     }
 
-protected:
+private:
     const GemmAllReducePlan* plan_;
+};
+
+// What becomes of finished tiles, staged as they were summed: peers' rows are pushed to them, own rows are added up.
+template <class Acc, class Push, class Sum>
+class PushOrSum {
+public:
+    using Type = Acc;
+    MK_DEVICE PushOrSum(Push push, Sum sum) : push_(push), sum_(sum) {}
+
+    MK_DEVICE Acc transform(Acc sum) const { return sum; }
+
+    MK_DEVICE const TensorMap* map(const Tile&, i64) const { return nullptr; }
+    MK_DEVICE i64 first_row(const Tile& piece) const { return piece.rows.begin; }
+
+    MK_DEVICE bool begin(Launch& launch, const Tile& part) const {
+        return is_own(launch, part) ? sum_.begin(launch, part) : push_.begin(launch, part);
+    }
+    template <class View>
+    MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
+        return is_own(launch, piece) ? sum_.deliver(launch, piece, staged) : push_.deliver(launch, piece, staged);
+    }
+    MK_DEVICE void end(Launch& launch, const Tile& part, Completed done) const {
+        if (is_own(launch, part)) sum_.end(launch, part, done);
+        else push_.end(launch, part, done);
+    }
 
 private:
-    // Stores a run of a part's sums at every peer of this node; where there are others, also here, from where it is sent.
-    struct HandOut {
-        const Launch& launch;
-        Zone sums;
-        i64 number, place, pitch;
+    static MK_DEVICE bool is_own(const Launch& launch, const Tile& part) { return part.source == launch.rank(); }
 
-        template <class Run>
-        MK_DEVICE void operator()(i64 row, i64 column, const Run& run) const {
-            for (u64 i = several_nodes ? 0 : 1; i < launch.node().size; ++i)
-                run.store(reinterpret_cast<T*>(sums.slot(launch.neighbour(i), number)) + place + row * pitch + column);
-        }
-    };
+    Push push_;
+    Sum sum_;
 };
 
 // The sums that the peers have pushed here.
@@ -306,14 +292,18 @@ public:
         const Subject sum{Awaited::sum, part.source, u64(number)};
         if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))
             return store.fill(agent, part, not_a_number<T>());
-        const T* landed = reinterpret_cast<const T*>(sums.slot(launch.rank(), number));
-        store.deliver(launch, part, Staged<T>{landed, parts_.columns()});
+        T* landed = reinterpret_cast<T*>(sums.slot(launch.rank(), number));
+        for (Range columns : Blocks(part.columns.size(), parts_.piece_columns())) {
+            const i64 first = part.columns.begin;
+            const Tile piece{part.source, part.rows, {first + columns.begin, first + columns.end}};
+            store.bring(launch, piece, Staged<T>{landed + parts_.place(piece), parts_.piece_columns()});
+        }
         if (agent.lane() == 0) fetch_add(launch.world().bytes_from_peers, bytes_of<T>(part));
     }
 
 private:
     const GemmAllReducePlan* plan_;
-    PartNumbers parts_;
+    Parts parts_;
 };
 
 }  // namespace mk

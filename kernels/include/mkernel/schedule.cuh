@@ -51,6 +51,9 @@ MK_DEVICE u64 ring_rank(u64 rank, u64 step, u64 size, Node node) {
     return place < size ? place : place - size;
 }
 
+// Where a ring of ranks leads from one of them in so many steps, up to `size`. No division: they cost registers.
+MK_DEVICE u64 around(u64 rank, u64 step, u64 size) { return rank + step < size ? rank + step : rank + step - size; }
+
 // rank + 1, rank + 2, ...: at any time all ranks read from different peers.
 class RingOrder {
 public:
@@ -78,101 +81,93 @@ struct Tile {
     Range columns;
 };
 
-// The tiles of one agent out of `agents`, rank by rank around the ring: those of rank + first step, of the step after it,
-// ... Within a rank a group of row blocks, whose rows arrive together, comes with all its columns before the next group.
+// The tiles of one agent out of `agents`, stripe by stripe of the columns, and in each rank by rank around the ring: those
+// of rank + first step, of the step after it, ... Within a rank a group of row blocks, whose rows arrive together, comes
+// with all its columns before the next group.
 class RingTiles {
 public:
     static constexpr u32 group = 8;  // row blocks that are worked on together: the columns of B stay in the L2 cache
+    static constexpr i64 one_stripe = i64(1) << 40;  // of all columns
 
     struct Grid {
         u64 rank, size;
         const i64* row_start;
-        Range columns;
+        i64 columns;
         TileShape tile;
-        Node node{0, 0};             // whose ranks come first
-        const u64* order = nullptr;  // [step]: another order of the ranks
+        Node node{0, 0};  // whose ranks come first
     };
     struct Steps {
-        u64 first, end;  // in [0, size]; 0 is the rank itself
+        u64 first, end;  // 0 and `size` are the rank itself
     };
 
-    // `before`: tiles that these agents have shared out already, so that those with one less go on.
-    MK_DEVICE RingTiles(Grid grid, Steps steps, u64 agent, u64 agents, u64 before = 0)
-        : grid_(grid), steps_(steps), agent_(agent), agents_(agents), before_(before) {}
+    MK_DEVICE RingTiles(Grid grid, Steps steps, i64 stripe, u64 agent, u64 agents)
+        : grid_(grid), steps_(steps), stripe_(stripe), agent_(agent), agents_(agents) {}
 
     class Iterator {
     public:
-        MK_DEVICE Iterator(const RingTiles& tiles, u64 step)
-            : tiles_(tiles), columns_(u32(ceil_div(tiles.grid_.columns.size(), tiles.grid_.tile.columns))),
-              ring_(step) {
-            const i32 agents = i32(tiles.agents_), agent = i32(tiles.agent_), before = i32(tiles.before_);
-            const i32 wave = before / agents;
-            index_ = wave * agents + (wave % 2 ? agents - 1 - agent : agent) - before;
-            forth_ = 2 * (wave % 2 ? agent : agents - 1 - agent) + 1;
+        // At a step, counted over all stripes.
+        MK_DEVICE Iterator(const RingTiles& tiles, u32 step, u32 end) : tiles_(tiles), step_(step), end_(end) {
+            const i32 agents = i32(tiles.agents_), agent = i32(tiles.agent_);
+            index_ = agent;
+            forth_ = 2 * (agents - 1 - agent) + 1;
             back_ = 2 * agents - forth_;
-            if (ring_ == tiles.steps_.end) return;
+            if (step_ == end_) return;
             enter();
-            if (index_ < 0) turn();
             settle();
         }
         MK_DEVICE Tile operator*() const {
-            u32 index = u32(index_), first = index / (group * columns_) * group, rest = index - first * columns_;
+            u32 index = u32(index_), first = index / (group * across_) * group, rest = index - first * across_;
             u32 blocks = u32(ceil_div(rows_, tile().rows)), height = blocks - first < group ? blocks - first : group;
-            Range columns = block(rest / height, tile().columns, tiles_.grid_.columns.size());
             return {source_, block(first + rest % height, tile().rows, rows_),
-                    {tiles_.grid_.columns.begin + columns.begin, tiles_.grid_.columns.begin + columns.end}};
+                    block(before_ + rest / height, tile().columns, tiles_.grid_.columns)};
         }
         // There and back: whoever got the first tile of one wave gets the last of the next, which may be a smaller one.
-        MK_DEVICE Iterator& operator++() { return turn(), settle(), *this; }
-        MK_DEVICE bool operator!=(const Iterator& other) const { return ring_ != other.ring_; }
-
-    private:
-        MK_DEVICE const TileShape& tile() const { return tiles_.grid_.tile; }
-        MK_DEVICE i32 count() const { return i32(ceil_div(rows_, tile().rows) * columns_); }
-        MK_DEVICE void turn() {
+        MK_DEVICE Iterator& operator++() {
             index_ += forth_;
             i32 swap = forth_;
             forth_ = back_;
             back_ = swap;
+            return settle(), *this;
         }
+        MK_DEVICE bool operator!=(const Iterator& other) const { return step_ != other.step_; }
+
+    private:
+        MK_DEVICE const TileShape& tile() const { return tiles_.grid_.tile; }
+        MK_DEVICE i32 count() const { return i32(ceil_div(rows_, tile().rows) * across_); }
         MK_DEVICE void enter() {
-            source_ = tiles_.source(ring_);
+            const u32 steps = u32(tiles_.steps_.end - tiles_.steps_.first), stripe = step_ / steps;
+            const Range columns = block(stripe, tiles_.stripe_, tiles_.grid_.columns);
+            before_ = u32(columns.begin / tile().columns);
+            across_ = u32(ceil_div(columns.size(), tile().columns));
+            source_ = tiles_.source(tiles_.steps_.first + step_ % steps);
             rows_ = tiles_.rows(source_);
         }
         MK_DEVICE void settle() {
             while (index_ >= count()) {
                 index_ -= count();
-                if (++ring_ == tiles_.steps_.end) return;
+                if (++step_ == end_) return;
                 enter();
             }
         }
         const RingTiles& tiles_;
-        u32 columns_;
+        u32 step_, end_;
+        u32 before_ = 0, across_ = 0;  // blocks of columns, before this stripe and in it
         i32 index_, forth_, back_;
         i64 rows_ = 0;
-        u64 ring_, source_ = 0;
+        u64 source_ = 0;
     };
-    MK_DEVICE Iterator begin() const { return {*this, steps_.first}; }
-    MK_DEVICE Iterator end() const { return {*this, steps_.end}; }
-
-    // Of all agents together.
-    MK_DEVICE u64 count() const {
-        i64 blocks = 0;
-        for (u64 step = steps_.first; step != steps_.end; ++step)
-            blocks += ceil_div(rows(source(step)), grid_.tile.rows);
-        return u64(blocks * ceil_div(grid_.columns.size(), grid_.tile.columns));
-    }
+    MK_DEVICE Iterator begin() const { return {*this, 0, steps()}; }
+    MK_DEVICE Iterator end() const { return {*this, steps(), steps()}; }
 
 private:
-    MK_DEVICE u64 source(u64 step) const {
-        if (several_nodes && grid_.order) return grid_.order[step];
-        return ring_rank(grid_.rank, step, grid_.size, grid_.node);
-    }
+    MK_DEVICE u32 steps() const { return u32(ceil_div(grid_.columns, stripe_)) * u32(steps_.end - steps_.first); }
+    MK_DEVICE u64 source(u64 step) const { return ring_rank(grid_.rank, step, grid_.size, grid_.node); }
     MK_DEVICE i64 rows(u64 source) const { return grid_.row_start[source + 1] - grid_.row_start[source]; }
 
     Grid grid_;
     Steps steps_;
-    u64 agent_, agents_, before_;
+    i64 stripe_;  // columns, whole tiles; at least 1
+    u64 agent_, agents_;
 };
 
 }  // namespace mk

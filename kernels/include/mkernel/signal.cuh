@@ -103,7 +103,16 @@ public:
             [] { return Poll::pending; });
     }
 
-    // The same with a condition of the caller's on the signal's value, and one that is looked at now and then.
+    // The same by one lane among others, each of which waits for a signal of its own.
+    MK_DEVICE bool wait_alone(const u64* signal, u64 progress, Subject subject) {
+        const u64 goal = target(progress);
+        live_ = live_ && poll_alone(
+                             subject, goal, signal, [&](u64 seen) { return seen >= goal ? Poll::done : Poll::pending; },
+                             [] { return Poll::pending; });
+        return live_;
+    }
+
+    // As wait(), with a condition of the caller's on the signal's value, and one that is looked at now and then.
     template <class Check, class Look>
     MK_DEVICE bool poll(const Agent& who, Subject subject, u64 goal, const u64* signal, Check check, Look look) {
         Span span(*this, who.lane() == 0, Traced::wait, subject.peer, u64(subject.awaited), subject.index);

@@ -16,20 +16,14 @@ struct Rows {
 // A finished tile, or a piece of one, as an engine stages it: lines `pitch` elements apart.
 template <class T>
 struct Staged {
-    const T* data;
+    T* data;
     i64 pitch;
 
-    MK_DEVICE const T* operator()(i64 row, i64 column) const { return data + row * pitch + column; }
+    MK_DEVICE T* operator()(i64 row, i64 column) const { return data + row * pitch + column; }
 
     // Whether 16 bytes of a line, from a multiple of 16 on, lie together and aligned.
     MK_DEVICE bool in_words() const {
         return (reinterpret_cast<u64>(data) | u64(pitch) * sizeof(T)) % sizeof(Word) == 0;
-    }
-
-    MK_DEVICE Completed send(const Agent& agent, Lines to, i64 rows, i64 columns) const {
-        const i64 size = i64(sizeof(T));
-        const Lines from{reinterpret_cast<u8*>(const_cast<T*>(data)), pitch * size};
-        return copy(agent, to, from, rows, columns * size).complete();
     }
 };
 
@@ -75,9 +69,7 @@ public:
         const Agent& agent = launch.agent();
         const i64 rows = tile.rows.size(), columns = tile.columns.size();
         T* to = place_of(tile);
-        const i64 per_word = i64(sizeof(Word) / sizeof(T));
-        const u64 shape = reinterpret_cast<u64>(to) | u64(to_->row_stride | columns) * sizeof(T);
-        if (to_->column_stride == 1 && shape % sizeof(Word) == 0 && staged.in_words())
+        if (in_words(tile, staged))
             spread(agent, rows, columns / per_word, [&](i64 i, i64 j) {
                 *reinterpret_cast<Word*>(to + i * to_->row_stride + j * per_word) =
                     *reinterpret_cast<const Word*>(staged(i, j * per_word));
@@ -92,6 +84,28 @@ public:
 
     MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
 
+    // Stores what lies in global memory: several loads of a lane are under way.
+    MK_DEVICE Completed bring(Launch& launch, const Tile& tile, Staged<T> landed) const {
+        if (!in_words(tile, landed)) return deliver(launch, tile, landed);
+        const Agent& agent = launch.agent();
+        constexpr u32 batch = 4;
+        const u32 words = u32(tile.columns.size() / per_word), count = u32(tile.rows.size()) * words;
+        T* to = place_of(tile);
+        for (u32 first = agent.lane(); first < count; first += batch * agent.lanes()) {
+            Word values[batch];
+            auto each = [&](u32 i) { return first + i * agent.lanes(); };
+            MK_UNROLL
+            for (u32 i = 0; i < batch; ++i)
+                if (const u32 at = each(i); at < count)
+                    values[i] = *reinterpret_cast<const Word*>(landed(at / words, at % words * per_word));
+            MK_UNROLL
+            for (u32 i = 0; i < batch; ++i)
+                if (const u32 at = each(i); at < count)
+                    *reinterpret_cast<Word*>(to + at / words * to_->row_stride + at % words * per_word) = values[i];
+        }
+        return Writes().complete(agent);
+    }
+
     // What did not come.
     MK_DEVICE void fill(const Agent& agent, const Tile& tile, T value) const {
         T* to = place_of(tile);
@@ -100,6 +114,16 @@ public:
     }
 
 protected:
+    static constexpr i64 per_word = i64(sizeof(Word) / sizeof(T));
+
+    // Whether a tile is whole words, where it is staged and where it goes.
+    template <class View>
+    MK_DEVICE bool in_words(const Tile& tile, const View& staged) const {
+        const u64 shape = u64(to_->row_stride | tile.columns.size()) * sizeof(T);
+        return to_->column_stride == 1 && (reinterpret_cast<u64>(place_of(tile)) | shape) % sizeof(Word) == 0 &&
+               staged.in_words();
+    }
+
     MK_DEVICE T* place_of(const Tile& tile) const {
         return static_cast<T*>(to_->data) + first_row(tile) * to_->row_stride + tile.columns.begin * to_->column_stride;
     }

@@ -65,6 +65,12 @@ public:
         return verdict;
     }
 
+    // Whether any lane says so.
+    MK_DEVICE bool any(bool verdict) const {
+        if (lanes_ == 1) return verdict;
+        return lanes_ > 32 ? __syncthreads_or(verdict) : __any_sync(~0u, verdict);
+    }
+
 private:
     MK_DEVICE Agent(u32 lane, u32 lanes) : lane_(lane), lanes_(lanes) {}
     u32 lane_, lanes_;
@@ -100,6 +106,14 @@ MK_DEVICE void store_release(u64* word, u64 value) {
 
 MK_DEVICE void store_relaxed(u64* word, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Two neighbouring words at once, the first of them aligned to 16 bytes; each of them whole.
+MK_DEVICE void store_pair(u64* words, u64 first, u64 second) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(words), "l"(first), "l"(second) : "memory");
+}
+MK_DEVICE void load_pair(const u64* words, u64& first, u64& second) {
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(words) : "memory");
 }
 
 // Only inside one GPU: acquire and release of all that its agents did before.

@@ -53,6 +53,18 @@ public:
         return result;
     }
 
+    // Whether any lane says so.
+    bool any(bool verdict) const {
+        if (lanes_ == 1) return verdict;
+        if (lane() == 0) self_->team->verdict = false;
+        sync();
+        if (verdict) __atomic_store_n(&self_->team->verdict, true, __ATOMIC_RELAXED);
+        sync();
+        bool result = self_->team->verdict;
+        sync();
+        return result;
+    }
+
 private:
     Agent(host::Lane& self, u32 lanes) : self_(&self), lanes_(lanes) {}
     host::Lane* self_;
@@ -68,6 +80,16 @@ inline void acquire_seen() {}
 template <Scope>
 inline void store_release(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 inline void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+// Two neighbouring words, each of them whole.
+inline void store_pair(u64* words, u64 first, u64 second) {
+    store_relaxed(words, first);
+    host::interleave();
+    store_relaxed(words + 1, second);
+}
+inline void load_pair(const u64* words, u64& first, u64& second) {
+    first = load_relaxed(words);
+    second = load_relaxed(words + 1);
+}
 inline u64 fetch_add(u64* word, u64 value) { return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL); }
 inline u64 exchange(u64* word, u64 value) { return __atomic_exchange_n(word, value, __ATOMIC_ACQ_REL); }
 inline bool compare_exchange(u64* word, u64 expected, u64 value) {

@@ -243,22 +243,6 @@ struct ZonePlan {
     i64 slot_bytes;
 };
 
-// Sums over ranks where there is more than one node: a node adds what its ranks have of a row, and sends that to its owner.
-// Who adds is the owner's gateway. Arrays have one entry per rank whose rows are added.
-struct NodeSumsPlan {
-    u64* order;       // [step]: own rows, those that others of this node add, those that this rank adds for other nodes
-    u64 pushed;       // the first step of these last
-    i64* first_slot;  // in the zone of who adds, where the partial sums of its node begin
-    i64* ordinal;     // which one of the owner's other nodes this is
-    i64* beside;      // the owner's peers in its own node
-    i64* row_start;   // of `sums`, for who sends them
-    Matrix* sums;     // on their way
-    Place place;      // of that
-    u64 first_chunk;  // of those in which sums of other nodes come here: on all ranks the same
-    u64 chunks;
-    u64* writes;  // [chunk], of all
-};
-
 // What does not change from call to call of gemm_reduce_scatter.
 struct GemmReduceScatterPlan {
     Split split;
@@ -268,9 +252,9 @@ struct GemmReduceScatterPlan {
     TileShape tile;
     i64 part_rows;      // of a part of a tile, which is pushed and added at once
     i64 part_columns;
+    i64 piece_columns;  // of a piece of a part, which is delivered at once
     i64* row_start;     // [rank]: the first of the rows that it owns, and the total behind the last
     ZonePlan partials;  // [ring distance from the owner - 1][part of the owner's tiles]
-    NodeSumsPlan* nodes;  // null if there is one node
 };
 
 struct GemmReduceScatterParams {
@@ -285,10 +269,10 @@ struct GemmReduceScatterParams {
 
 // What does not change from call to call of gemm_allreduce.
 struct GemmAllReducePlan {
-    GemmReduceScatterPlan reduction;
+    GemmReduceScatterPlan reduction;  // of one shot: partials.signals are words, [source][row][column]
+    i64* all_rows;  // 0 and M
     i64 stripe;     // columns that are summed and handed out before the next ones
     ZonePlan sums;  // [part, counted over all owners]
-    u64 chunks;     // that come over the network: one for each part of all, and then partial sums
 };
 
 struct GemmAllReduceParams {

@@ -42,6 +42,8 @@ namespace engine {
 
 constexpr bool aligned_rows = true;  // of 16 bytes, as tensor copies want them
 constexpr u32 cluster = MK_CLUSTER;  // blocks that share a tile
+constexpr bool has_time = true;      // a warp does meanwhile() beside the tiles
+constexpr u32 sink_loads = 6;  // that a lane of a sink may have under way: registers for so many are there
 constexpr u32 consumers = 2;
 constexpr u32 line_bytes = 128;      // of shared memory, within which tensor copies swizzle
 constexpr u32 strip_rows = 64;       // of one matrix instruction
@@ -83,25 +85,13 @@ struct Panel {
 // 64 lines of 128 bytes, as they are staged: the 16 bytes that belong at place i of a line are at i ^ line % 8.
 template <class T>
 struct Strip {
-    const u8* lines;
+    u8* lines;
 
-    MK_DEVICE const T* operator()(i64 row, i64 column) const {
+    MK_DEVICE T* operator()(i64 row, i64 column) const {
         const u32 line = u32(row), at = u32(column) * u32(sizeof(T));
-        return reinterpret_cast<const T*>(lines + line * line_bytes + ((at / 16) ^ line % 8) * 16 + at % 16);
+        return reinterpret_cast<T*>(lines + line * line_bytes + ((at / 16) ^ line % 8) * 16 + at % 16);
     }
     MK_DEVICE bool in_words() const { return true; }
-
-    MK_DEVICE Completed send(const Agent& agent, Lines to, i64 rows, i64 columns) const {
-        const i64 run = i64(sizeof(Word) / sizeof(T));
-        if (((reinterpret_cast<u64>(to.data) | u64(to.pitch)) | u64(columns) * sizeof(T)) % sizeof(Word) == 0)
-            spread(agent, rows, columns / run, [&](i64 i, i64 j) {
-                reinterpret_cast<Word*>(to.data + i * to.pitch)[j] = *reinterpret_cast<const Word*>((*this)(i, j * run));
-            });
-        else
-            spread(agent, rows, columns,
-                   [&](i64 i, i64 j) { reinterpret_cast<T*>(to.data + i * to.pitch)[j] = *(*this)(i, j); });
-        return Writes().complete(agent);
-    }
 };
 
 template <class T, class Schedule, class Sink>
@@ -330,7 +320,7 @@ public:
             for (u32 i = 0; i < blocks * across; ++i, turn.advance()) {
                 const Tile piece{part.source, part_of(part.rows, i / across * strip_rows, strip_rows),
                                  part_of(part.columns, i % across * strip_columns, strip_columns)};
-                const u8* staged = shared.staged[consumer][turn.slot];
+                u8* staged = shared.staged[consumer][turn.slot];
                 const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
                 const TensorMap* map = empty ? nullptr : sink.map(piece, strip_rows);
                 ptx::wait(&shared.ready[consumer][turn.slot], turn.parity);

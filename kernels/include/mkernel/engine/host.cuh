@@ -16,6 +16,8 @@ namespace engine {
 
 constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // agents that share a tile
+constexpr bool has_time = false;  // meanwhile() is done before the tiles, not beside them
+constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
 
 // A part of a matrix.
 struct Block {
@@ -68,7 +70,7 @@ MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64
 //   gate(agent, tile, panel) bool: that piece has arrived; false: the launch is to end
 //   sink                     transform(sum) -> Type, an element as it is staged. Then, for a tile or a part of one:
 //                            begin(launch, part), which may wait; deliver(launch, piece, staged) for all pieces of it, with
-//                            where they lie: staged(row, column) -> Type*, free again when it returns; end(launch, part,
+//                            where they lie: staged(row, column) -> Type*, its own until it returns; end(launch, part,
 //                            the proof that deliver() gave)
 //   meanwhile(launch, scratch) bool: what a part of the agent does beside it, or, as here, the agent before; whether all
 //                            went well

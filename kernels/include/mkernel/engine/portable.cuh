@@ -17,6 +17,8 @@ namespace engine {
 
 constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // blocks that share a tile
+constexpr bool has_time = false;  // nobody does anything beside the tiles
+constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
 constexpr u32 producers = loaders / warp_size, consumers = 8;
 
 static_assert(MK_THREADS == loaders + consumers * warp_size, "some warps fetch, the others multiply");

@@ -1,0 +1,50 @@
+// gemm_allreduce for few rows: every rank gets the whole sum over ranks of A @ B; a rank has its own A (M, K_r), B (K_r, N).
+//   movers   tell the peers that this rank has entered the call, and see them enter it
+//            (a part of a compute agent, where the plan has no agents for it)
+//   compute  multiplies, and tells all ranks each finished tile, in words that are their own signals; then adds up what
+//            this rank has been told, from the owner of a row around the ring. So all ranks get the same bits, and those
+//            that gemm_allreduce.cu gives
+#include "mkernel/engine/engine.cuh"
+#include "mkernel/one_shot.cuh"
+
+#ifndef MK_TYPE
+#define MK_TYPE bfloat16
+#endif
+#ifndef MK_OUT_TYPE
+#define MK_OUT_TYPE MK_TYPE
+#endif
+// Of partial sums on their way.
+#ifndef MK_TRANSFER_TYPE
+#define MK_TRANSFER_TYPE MK_TYPE
+#endif
+
+namespace mk {
+
+using Type = MK_TYPE;
+using OutType = MK_OUT_TYPE;
+using PartialType = MK_TRANSFER_TYPE;
+using SumType = Accumulator<Type>;
+
+MK_KERNEL(gemm_allreduce_one_shot, GemmAllReduceParams, p) {
+    const GemmReduceScatterPlan& plan = p.plan->reduction;
+    Launch launch(p.world, plan.split);
+    auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
+
+    if (launch.is(Role::mover)) greet(launch);
+
+    if (launch.is(Role::compute)) {
+        const RingTiles of_all_rows({0, 1, p.plan->all_rows, plan.n, plan.tile}, {0, 1}, RingTiles::one_stripe,
+                                    launch.member() / engine::cluster, launch.members() / engine::cluster);
+        engine::gemm<Type>(
+            launch, of_all_rows, plan.tile, plan.k,
+            /* source */ [&](Tile t) -> Rows { return {p.a, t.rows.begin}; }, p.b,
+            /* gate   */ [](const Agent&, Tile, Range) { return true; },
+            /* sink   */ TellAll<SumType, PartialType>(plan),
+            /* meanwhile */ [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
+        add_told<SumType, PartialType, OutType>(launch, plan, p.c);
+    }
+
+    launch.finish();
+}
+
+}  // namespace mk
