@@ -3,7 +3,11 @@
 //            the link once, from the next rank first
 //            (a warp of each compute agent, where the plan has no agents for it)
 //   compute  multiplies a tile as soon as the rows and the part of k that it needs have arrived, own rows first
+// Where there is more than one node:
+//   inter-send     sends this rank's rows over the network once to each other node, to its gateway there
+//   inter-receive  tells its node what has come to this rank as a gateway: from here the others bring it
 #include "mkernel/engine/engine.cuh"
+#include "mkernel/internode.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -21,30 +25,39 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     const AllGatherGemmPlan& plan = *p.plan;
     Launch launch(p.world, plan.split);
     const u64 rank = launch.rank(), size = launch.size();
+    const i64 together = RingTiles::group * plan.tile.rows;
 
     auto bring_rows = [&](Launch self, Scratch scratch) {
         Landing<Type> landing(self, plan.landing);
         Courier<engine::aligned_rows> courier(self, scratch);
         if (self.member() == 0) self.announce(p.message);
         for (Range phase : landing.phases())
-            for (u64 peer : RingOrder(rank, size)) {
+            for (u64 peer : RingOrder(rank, size, self.node())) {
                 if (phase.begin == 0) self.await_call(peer, plan.digest);
+                const u64 holder = self.holder(peer);  // itself, or its gateway
                 if (!self.live()) break;
+                if (holder == rank || plan.n == 0) continue;
                 const CallMessage& theirs = self.message_of(peer);
-                Lines rows{static_cast<u8*>(self.at(peer, theirs.operand)), i64(theirs.operand_pitch)};
-                if (plan.n > 0) landing.pull(courier, peer, rows, phase, RingTiles::group * plan.tile.rows);
+                Lines rows{static_cast<u8*>(self.at(holder, theirs.operand)), i64(theirs.operand_pitch)};
+                landing.pull(courier, peer, rows, phase, together, [&](i64 chunk) {
+                    return !several_nodes || holder == peer || Internode<Type>(self, plan.landing, together).await(peer, chunk);
+                });
             }
         landing.finish(courier);
-        for (u64 peer : RingOrder(rank, size)) self.have_read(peer, self.members());
+        for (u64 i = 1; i < self.node().size; ++i) self.have_read(self.neighbour(i), self.readers());
         return self.live();
     };
 
     if (launch.is(Role::mover) && !bring_rows(launch, launch.agent().scratch())) launch.drop();
+    if (several_nodes && launch.is(Role::inter_send))
+        Internode<Type>(launch, plan.landing, together).send(p.message);
+    if (several_nodes && launch.is(Role::inter_receive))
+        Internode<Type>(launch, plan.landing, together).receive(plan.digest);
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);
-        const HalvedRingTiles own_rows_first({rank, size, plan.landing.row_start, plan.n, plan.tile}, {0, size},
-                                             RingTiles::one_stripe, launch.member() / engine::cluster,
+        const HalvedRingTiles own_rows_first({rank, size, plan.landing.row_start, plan.n, plan.tile, launch.node()},
+                                             {0, size}, RingTiles::one_stripe, launch.member() / engine::cluster,
                                              launch.members() / engine::cluster, plan.whole);
         engine::gemm<Type>(
             launch, own_rows_first, plan.tile, plan.landing.k,

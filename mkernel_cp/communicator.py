@@ -35,7 +35,9 @@ from .memory import Heap, Segment, SegmentTable, round_up
 from .reference import array_split_counts
 from .targets import cuda
 from .targets.host import HostTarget
+from .topology import Topology
 from .trace import current as current_trace
+from .transport.setup import connect
 from .watcher import Watcher
 
 logger = logging.getLogger("mkernel_cp")
@@ -104,7 +106,13 @@ class Communicator:
         on the host target.
     nodes : int or sequence of int, optional
         Virtual nodes: their number, or the size of each. Default: MKERNEL_NODES, else the real
-        nodes. More than one node needs a network path, which does not exist yet.
+        nodes. The ranks of one host then reach those of another node over the network only, as on
+        different hosts; several hosts are not supported yet.
+    transport : {'auto', 'verbs', 'efa'}, optional
+        How nodes are reached. 'auto' takes MKERNEL_TRANSPORT; if that is unset, 'verbs'.
+    nics : sequence of str, optional
+        This rank's network cards. Default: MKERNEL_NICS, else the first one of the software
+        network.
     entry_timeout, progress_timeout : float, optional
         Seconds that a call waits for a peer to enter it (default 600), and for a peer that has
         entered it to go on (default 30); 0 means no limit. MKERNEL_TIMEOUT changes the defaults.
@@ -115,6 +123,7 @@ class Communicator:
     ----------
     rank, size : int
     node, num_nodes, local_rank, local_size : int
+        Where this rank is: its node, and its place in that.
     target : str
     device : str
         'cpu' on the host target; number and name of the GPU on the cuda target.
@@ -144,6 +153,8 @@ class Communicator:
         target: str = "auto",
         device: int | None = None,
         nodes: int | Sequence[int] | None = None,
+        transport: str = "auto",
+        nics: Sequence[str] | None = None,
         entry_timeout: float | None = None,
         progress_timeout: float | None = None,
         oversubscribe: bool = False,
@@ -170,11 +181,14 @@ class Communicator:
         self.mpi = comm.Dup()
         self.rank, self.size = self.mpi.Get_rank(), self.mpi.Get_size()
         try:
-            self._settle(target, nodes, entry_timeout, progress_timeout, oversubscribe)
+            asked = target, nodes, transport, nics
+            self._settle(*asked, entry_timeout, progress_timeout, oversubscribe)
             self._choose_machine(device, oversubscribe)
             self._share_pages()
             self._share_tuning()
             self._self_test()
+            if self.num_nodes > 1:
+                self._open_network()
         except BaseException:
             self._dismantle()
             raise
@@ -182,17 +196,26 @@ class Communicator:
     # --- construction: the only place that may block in MPI ---------------------------------------
 
     def _settle(
-        self, target: Any, nodes: Any, entry: Any, progress: Any, oversubscribe: bool
+        self,
+        target: Any,
+        nodes: Any,
+        transport: Any,
+        nics: Any,
+        entry: Any,
+        progress: Any,
+        oversubscribe: bool,
     ) -> None:
         """Agree on what all ranks must have alike."""
         local = self.mpi.Split_type(_shared_memory_type(self.mpi))
         fact: Any
         try:
             defaults = settings.timeouts()
-            settings.transport(), settings.nics(), settings.fabric()  # raise if they make no sense
+            self._nics = _nics(nics)
             fact = {
                 "target": _target(target),
                 "nodes": _nodes(nodes, self.size),
+                "transport": _transport(transport),
+                "fabric": settings.fabric(),
                 "timeouts": (
                     _seconds("entry_timeout", entry, defaults.entry),
                     _seconds("progress_timeout", progress, defaults.progress),
@@ -218,27 +241,44 @@ class Communicator:
                     f"Communicator() on rank 0 has {first}, on rank {rank} {fact}; give all ranks "
                     "the same arguments and the same MKERNEL_* variables"
                 )
-        if first["nodes"] != (self.size,) or any(size != self.size for _, size, _ in facts):
+        if any(size != self.size for _, size, _ in facts):
+            soft = (
+                "the software network does not reach other hosts, and " if first["fabric"] else ""
+            )
             raise errors.ConfigurationError(
-                f"{self.size} ranks are on more than one node (ranks per shared-memory node, as "
-                f"each rank sees it: {[size for _, size, _ in facts]}; virtual nodes: "
-                f"{list(first['nodes'])}); there is no network path yet, so run all ranks on one "
-                "node and leave MKERNEL_NODES unset"
+                f"{self.size} ranks are on more than one host (ranks per host, as each rank sees "
+                f"it: {[size for _, size, _ in facts]}): {soft}between hosts there is no network "
+                "path yet, so run all ranks on one"
             )
         self.target = first["target"]
+        self.topology = Topology(self.rank, first["nodes"])
+        self._asked = first
         if self.target == "cuda" and threads:
             raise errors.ConfigurationError(
                 "ranks that are threads share no GPU: use target='host' for them, or start "
                 "processes with mpirun"
             )
-        self.node, self.num_nodes = 0, 1
-        self.local_rank, self.local_size = self.rank, self.size
+        if self.target == "cuda" and len(first["nodes"]) > 1:
+            raise errors.ConfigurationError(
+                f"virtual nodes {list(first['nodes'])} on GPUs: there is no network path for them "
+                "yet; use target='host', or leave out nodes= and MKERNEL_NODES"
+            )
+        self.node, self.num_nodes = self.topology.node, len(first["nodes"])
+        self.local_rank, self.local_size = self.topology.local_rank, self.topology.local_size
+        self._network: Any = None
         self._entry_seconds, self._progress_seconds = first["timeouts"]
 
     def _choose_machine(self, device: int | None, oversubscribe: bool) -> None:
         links = getattr(self.mpi, "links", None)
         self._links = links() if links else SocketLinks(self.mpi)
-        if self.target == "cuda":
+        self._all_links = [self._links]
+        if self.num_nodes > 1:
+            peers = self.mpi.Split(self.node, self.rank)
+            node_links = peers.links() if links else SocketLinks(peers)
+            peers.Free()
+            self._all_links.append(node_links)
+            self._machine = HostTarget(node_links)
+        elif self.target == "cuda":
             self._machine = cuda.CudaTarget(self.mpi, device, oversubscribe)
         else:
             self._machine = HostTarget(self._links)
@@ -247,8 +287,11 @@ class Communicator:
     def _share_pages(self) -> None:
         pages = self._exchange_blocking(HostTarget(self._links), HostPage.nbytes())
         signals = self._exchange_blocking(self._machine, SignalPage.nbytes(self.size))
+        signals = self.topology.by_rank(signals)
         self._together(lambda: self._assemble(pages, signals))
-        self._end = lifetime.End(self._pages, self.rank, self._watcher, self._links, self._machine)
+        self._end = lifetime.End(
+            self._pages, self.rank, self._watcher, self._all_links, self._machine
+        )
         # Also without close(); at exit, when finalizers do nothing any more, _at_exit sees to it.
         weakref.finalize(self, self._end).atexit = False
 
@@ -256,7 +299,7 @@ class Communicator:
         self._watcher: Watcher | None = None
         self._pages = [HostPage(segment) for segment in pages]
         self._page_addresses = self._machine.map_pages(self._pages, pages[0].nbytes)
-        self._signal_pages = [SignalPage(segment, self.size) for segment in signals]
+        self._signal_pages = [s and SignalPage(s, self.size) for s in signals]
         self._signals = self._machine.signals(self._signal_pages[self.rank])
         self._segments = SegmentTable(self.rank, self.size)
         self._heap = Heap()
@@ -309,7 +352,7 @@ class Communicator:
     def _make_world(self) -> None:
         """Fill in the struct by which kernels know this communicator."""
         mk, page, constant = structs.shared(), self._signal_pages[self.rank], self._machine.constant
-        outbox = [page.inbox_address(self.rank) for page in self._signal_pages]
+        outbox = [page.inbox_address(self.rank) if page else 0 for page in self._signal_pages]
         self._pointers = {
             "outbox": constant(np.array(outbox, np.uint64)),
             "pages": constant(np.array(self._page_addresses, np.uint64)),
@@ -318,6 +361,8 @@ class Communicator:
         self._world = mk.World(
             rank=self.rank,
             size=self.size,
+            node_begin=self.topology.begin,
+            node_size=self.local_size,
             entry_timeout_ns=int(self._entry_seconds * 1e9),
             progress_timeout_ns=int(self._progress_seconds * 1e9),
             generation=page.generation_word,
@@ -335,6 +380,15 @@ class Communicator:
     def _add_segments(self, segments: list[Segment]) -> int:
         number = self._segments.add(segments)
         self._tell_segments()
+        if self._network is not None:
+            own, register = segments[self.rank], self._network.register
+            self._network.learn(
+                number,
+                self.agree(
+                    "to register memory with network cards",
+                    lambda: register(number, own.address, own.nbytes),
+                ),
+            )
         return number
 
     def _tell_segments(self) -> None:
@@ -345,15 +399,15 @@ class Communicator:
 
     def _self_test(self) -> None:
         """Write a pattern to every peer and read back what they wrote."""
-        machine, pages = self._machine, self._signal_pages
+        machine, pages, peers = self._machine, self._signal_pages, self.topology.peers
         place = structs.shared().Inbox.reserved.offset
-        there = [page.inbox_address(self.rank) + place for page in pages]
-        here = [pages[self.rank].inbox_address(peer) + place for peer in range(self.size)]
-        machine.write_words(there, [_pattern(self.rank, peer) for peer in range(self.size)])
+        there = {peer: pages[peer].inbox_address(self.rank) + place for peer in peers}
+        here = {peer: pages[self.rank].inbox_address(peer) + place for peer in peers}
+        machine.write_words([*there.values()], [_pattern(self.rank, peer) for peer in peers])
         self.mpi.allgather(None)
         wrong = [
             peer
-            for peer in range(self.size)
+            for peer in peers
             if machine.word(here[peer]) != _pattern(peer, self.rank)
             or machine.word(there[peer]) != _pattern(self.rank, peer)
         ]
@@ -365,7 +419,24 @@ class Communicator:
                 "usual cause is an IOMMU or PCIe access control (ACS) that is switched on"
             )
 
+    def _open_network(self) -> None:
+        """Connect with the ranks of other nodes that this one exchanges data with."""
+        asked = self._asked
+        self._network = self._end.network = connect(
+            self.topology,
+            self._page_addresses,
+            *(asked["transport"], self._nics, asked["fabric"]),
+            *(self._together, self.mpi.allgather),
+        )
+        self._world.network = self._network.address
+        self._world_constant.update()
+
     # --- topology ---------------------------------------------------------------------------------
+
+    @property
+    def network(self) -> Any:
+        """The network between nodes; None if there is one node."""
+        return self._network
 
     @property
     def closed(self) -> bool:
@@ -587,9 +658,9 @@ class Communicator:
         if self._watcher and limit and beat == seen and now - since > limit:
             self._fail(Reason.PROGRESS_TIMEOUT, peer, generation, now - since)
 
-    def _await_peer(self, peer: int) -> None:
+    def _await_neighbour(self, local: int) -> None:
         self._raise_failure()
-        self._look_at_pulse(peer, self._signals.generation + 1)
+        self._look_at_pulse(self.topology.peers[local], self._signals.generation + 1)
 
     def _unused_heap_segments(self) -> set[int]:
         return {n for n in self._heap_numbers if self._heap.is_unused(self._segments[n])}
@@ -600,6 +671,8 @@ class Communicator:
         if any(self.agree("whether graphs hold memory", lambda: self._machine.captured)):
             return False
         unused = self._segments.remove(number)
+        if self._network is not None:
+            self._network.unregister(number)
         self.agree("to let go of memory", lambda: self._machine.unmap(unused))
         self._machine.discard(unused[self.rank])
         return True
@@ -634,9 +707,9 @@ class Communicator:
         self._pulse.clear()
         self.agree(
             "to map shared memory",
-            lambda: mapped.extend(machine.open(created[0], tickets, self._await_peer)),
+            lambda: mapped.extend(machine.open(created[0], tickets, self._await_neighbour)),
         )
-        return mapped
+        return self.topology.by_rank(mapped)
 
     # --- what operators need ----------------------------------------------------------------------
 
@@ -802,6 +875,7 @@ class Communicator:
                     f"kernel is a {type(kernel).__name__}: use Module(...).kernel(name)"
                 )
             what = f"launch of {kernel.name}"
+            self.refuse_nodes("launch()")
             if operator.index(shared_bytes) < 0:
                 raise ValueError(f"shared_bytes={shared_bytes}: use 0 or more")
             if operator.index(agents) < 1:
@@ -829,6 +903,14 @@ class Communicator:
             self._machine.begin()
             request = self.prepare(loaded, params, agents, shared_bytes)
             self.run(loaded, request, what)
+
+    def refuse_nodes(self, what: str) -> None:
+        """Raise for what works within one node only."""
+        if self.num_nodes > 1:
+            raise errors.ConfigurationError(
+                f"{what} works within one node only so far, and the ranks of this communicator are "
+                f"on nodes of {list(self.topology.sizes)}: leave out nodes= and MKERNEL_NODES"
+            )
 
     def _place(self, operand: np.ndarray, message: ctypes.Structure) -> None:
         """Say in a message where peers find an operand; ValueError if they cannot read it."""
@@ -1127,6 +1209,22 @@ def _target(target: str) -> str:
         allowed = ", ".join(settings.TARGETS)
         raise ValueError(f"target {target!r}: not allowed; use one of {allowed}")
     return settings.target() if target == "auto" else target
+
+
+def _transport(transport: str) -> str:
+    if transport not in settings.TRANSPORTS:
+        allowed = ", ".join(settings.TRANSPORTS)
+        raise ValueError(f"transport {transport!r}: not allowed; use one of {allowed}")
+    return settings.transport() if transport == "auto" else transport
+
+
+def _nics(nics: Any) -> tuple[str, ...] | None:
+    if nics is None:
+        return settings.nics()
+    names = () if isinstance(nics, str) else tuple(nics)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"nics={nics!r}: use a sequence of names of network cards")
+    return names
 
 
 def _nodes(nodes: Any, size: int) -> tuple[int, ...]:

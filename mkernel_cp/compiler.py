@@ -109,6 +109,12 @@ def kernel_source(name: str) -> Path:
     return kernels_dir() / f"{name}.cu"
 
 
+def native_dir() -> Path:
+    """Return the folder of the transport's C++ sources."""
+    beside = kernels_dir() / "native"  # of kernels that tests have taken from another folder
+    return beside if beside.is_dir() else Path(__file__).parent / "transport" / "native"
+
+
 def compile_count() -> int:
     """Return how many times this process has run a compiler successfully to fill the cache."""
     return _compile_count

@@ -12,7 +12,7 @@ from . import errors
 
 
 class Reason(enum.IntEnum):
-    """Why a wait ended without its signal; as in signal.cuh, and one that only the host sees."""
+    """Why a wait ended without its signal; as in signal.cuh."""
 
     ENTRY_TIMEOUT = 1
     PROGRESS_TIMEOUT = 2
@@ -21,6 +21,7 @@ class Reason(enum.IntEnum):
     CLOSED = 5
     CONCURRENT = 6
     LOST = 7
+    NETWORK = 8
 
 
 class Role(enum.IntEnum):
@@ -28,6 +29,8 @@ class Role(enum.IntEnum):
 
     MOVER = 0
     COMPUTE = 1
+    INTER_SEND = 2
+    INTER_RECEIVE = 3
     HOST = 15
 
 
@@ -44,6 +47,10 @@ class Awaited(enum.IntEnum):
     ROOM = 8
     ROUTES = 9
     ROWS = 10
+    QUEUE = 11
+    SENT = 12
+    NETWORK = 13
+    RECEIPT = 14
 
 
 _AWAITED = {
@@ -56,6 +63,10 @@ _AWAITED = {
     Awaited.ROUTES: "the routes of tokens (part {index})",
     Awaited.ROWS: "the rows of compute agent {index}",
     Awaited.ROOM: "room in the window, which compute agent {index} uses",
+    Awaited.QUEUE: "room for command {index} in the queue to the network",
+    Awaited.SENT: "the network to have sent command {index}",
+    Awaited.NETWORK: "chunk {index}, which {peer} sends over the network",
+    Awaited.RECEIPT: "the receipt of rank {index} for what was sent to it",
 }
 
 
@@ -117,6 +128,32 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
         f"rank {origin} waited {record.waited_ns * 1e-9:.3g} s in {texts[origin]} for {what} "
         f"({Role(record.role).name.lower()}, generation {record.generation}, signal expected "
         f"{_signal(record.expected)}, seen {_signal(record.seen)}). {remedy}"
+    )
+
+
+# What verbs call the status of a completion (ibv_wc_status), as far as proxies report it.
+_STATUS = {
+    1: "local length error",
+    2: "local operation error",
+    4: "local protection error",
+    7: "an arrival that does not belong to this call",
+    8: "local access error",
+    9: "invalid request at the remote side",
+    10: "remote access error",
+    11: "remote operation error",
+    12: "no answer, after all retries",
+    13: "the receiver was not ready, after all retries",
+    20: "no answer in time",
+}
+
+
+def of_network(origin: int, record: Any, card: str) -> errors.NetworkError:
+    """Return the exception for what a proxy met; `card` is the network card's name."""
+    status = _STATUS.get(record.index, "general error")
+    return errors.NetworkError(
+        f"network card {card} of rank {origin}: {status} (status {record.index}, detail "
+        f"{record.seen}), in an exchange with rank {record.peer}, generation {record.generation}. "
+        "Is the link up, and the other rank alive?"
     )
 
 

@@ -27,9 +27,12 @@ def failure_in(pages: Sequence[HostPage], rank: int) -> errors.Error | None:
         return None
     origin = (word & 0xFFFFFFFF) - 1
     words = pages[origin].words
-    record = words.by_watcher if word >> 32 else words.by_kernel
+    record = (words.by_kernel, words.by_watcher, words.by_proxy)[word >> 32]
     if record.reason == Reason.LOST:
         lost.add(record.peer)
+    if record.reason == Reason.NETWORK:
+        card = bytes(words.card).rstrip(b"\0").decode(errors="replace")
+        return failure.of_network(origin, record, card)
     texts = [page.text(record.generation) for page in pages]
     return failure.build(origin, record, texts)
 
@@ -59,11 +62,12 @@ class End:
         pages: Sequence[HostPage],
         rank: int,
         watcher: Watcher | None,
-        links: Any,
+        links: Sequence[Any],
         machine: Any,
     ):
         self._pages, self._rank, self._watcher, self._links = pages, rank, watcher, links
         self._machine = machine
+        self.network: Any = None
         self._process = os.getpid()
         self._over = False
         self.reported = False
@@ -84,7 +88,10 @@ class End:
         self._pages[self._rank].words.closed = 1
         if self._watcher is not None:
             self._watcher.stop()
-        self._links.close()
+        if self.network is not None:
+            self.network.close()
+        for links in self._links:
+            links.close()
         self._machine.close()
 
 

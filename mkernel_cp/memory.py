@@ -226,11 +226,14 @@ class SegmentTable:
 
     def __init__(self, rank: int, size: int):
         self._rank, self._size = rank, size
-        self._rows: list[list[Segment] | None] = []
+        self._rows: list[list[Segment | None] | None] = []
         self.pointers = np.zeros((0, size), np.uint64)
 
-    def add(self, segments: list[Segment]) -> int:
-        """Add a segment of every rank, in rank order; return their number."""
+    def add(self, segments: list[Segment | None]) -> int:
+        """Add a segment of every rank, in rank order; return their number.
+
+        None stands for that of a rank on another node, which is not mapped here.
+        """
         if None in self._rows:
             number = self._rows.index(None)
             self._rows[number] = segments
@@ -261,6 +264,6 @@ class SegmentTable:
 
     def _update(self) -> None:
         self.pointers = np.array(
-            [[s.address for s in row] if row else [0] * self._size for row in self._rows],
+            [[s.address if s else 0 for s in row or [None] * self._size] for row in self._rows],
             np.uint64,
         ).reshape(-1, self._size)

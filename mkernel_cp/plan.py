@@ -15,6 +15,7 @@ import numpy as np
 
 from .memory import round_up
 from .reference import accumulator_dtype
+from .topology import Topology
 
 DTYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
 _NAMES = ", ".join(dtype.name for dtype in DTYPES)
@@ -22,6 +23,8 @@ _LINE_ALIGNMENT = 128
 # Copying by registers, so many thread blocks fill a link.
 _MOVERS = 20
 _CHUNK_BYTES = 1 << 16
+# Of the first word of a rank to another node.
+LETTER_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -530,6 +533,11 @@ class GemmPlan(PlanFile):
         """The first row of every rank, and M behind the last."""
         return tuple(sum(self.row_counts[:rank]) for rank in range(len(self.row_counts) + 1))
 
+    @property
+    def network_agents(self) -> int:
+        """Agents that serve the network."""
+        return 0
+
     def _heading(self) -> tuple[str, str]:
         clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
         return (
@@ -561,6 +569,8 @@ class AllGatherGemmPlan(GemmPlan):
         So much of k comes from all ranks before more does.
     whole_tiles : int
         Tiles that are not halved; the last ones may be, for all agents to have some of them.
+    nodes : tuple of int
+        Ranks of each node.
     """
 
     operator: ClassVar[str] = "allgather_gemm"
@@ -570,6 +580,7 @@ class AllGatherGemmPlan(GemmPlan):
     chunk: tuple[int, int]
     phase_k: int
     whole_tiles: int
+    nodes: tuple[int, ...]
 
     def chunks(self, rank: int) -> int:
         """Return in how many chunks the rows of a rank come."""
@@ -587,12 +598,44 @@ class AllGatherGemmPlan(GemmPlan):
         """
         return arena_offsets(self.row_counts, self.k, self.dtype, self.by_columns)
 
+    def row_bytes(self, rank: int) -> int:
+        """Return the bytes of a rank's rows."""
+        return self.row_counts[rank] * self.k * self.dtype.itemsize
+
     @property
     def bytes_from_peers(self) -> int:
-        """Bytes that this rank pulls in one call."""
+        """Bytes that this rank pulls in one call from the ranks of its node."""
         if self.n == 0:
             return 0
-        return (self.m - self.row_counts[self.rank]) * self.k * self.dtype.itemsize
+        holders = Topology(self.rank, self.nodes).holders
+        return sum(self.row_bytes(r) for r, holder in enumerate(holders) if holder != self.rank)
+
+    @property
+    def network_agents(self) -> int:
+        """Agents that serve the network."""
+        return 2 if len(self.nodes) > 1 else 0
+
+    @property
+    def bytes_to_network(self) -> int:
+        """Bytes that this rank sends to other nodes in one call: its rows once to each, letters."""
+        topology = Topology(self.rank, self.nodes)
+        letters = len(topology.gateways) + len(topology.sources)
+        return len(topology.gateways) * self.row_bytes(self.rank) + letters * LETTER_BYTES
+
+    def writes(self, transport: str) -> list[int]:
+        """Return in how many writes each chunk of all ranks comes over the network.
+
+        Lines without gaps are one; else, on EFA, each line has an immediate of its own.
+        """
+        result: list[int] = []
+        for rank, rows in enumerate(self.row_counts):
+            for row in range(0, rows, self.chunk[0]):
+                for k in range(0, self.k, self.chunk[1]):
+                    shape = min(self.chunk[0], rows - row), min(self.chunk[1], self.k - k)
+                    lines, run = shape[::-1] if self.by_columns else shape
+                    whole = run * self.dtype.itemsize == self.pitch(rank)
+                    result.append(1 if whole or transport != "efa" else lines)
+        return result
 
     @property
     def options(self) -> Options:
@@ -603,7 +646,7 @@ class AllGatherGemmPlan(GemmPlan):
     def memory(self) -> int:
         """Bytes that this rank shares with its peers for it: landing zones and signals."""
         signals = sum(map(self.chunks, range(len(self.row_counts))))
-        return self.arena_offsets()[-1] + 8 * signals
+        return self.arena_offsets()[-1] + 8 * signals * (2 if len(self.nodes) > 1 else 1)
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
@@ -614,7 +657,17 @@ class AllGatherGemmPlan(GemmPlan):
                 f"A travels in {'F' if self.by_columns else 'C'} order, "
                 f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} "
                 f"({kib:g} KiB) by {self._movers()}",
+                *self._between_nodes(),
             )
+        )
+
+    def _between_nodes(self) -> tuple[str, ...]:
+        if len(self.nodes) == 1:
+            return ()
+        gateways = Topology(self.rank, self.nodes).gateways
+        return (
+            f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
+            f"rank{'s' * (len(gateways) > 1)} {', '.join(map(str, gateways))}",
         )
 
 
@@ -771,6 +824,7 @@ def plan_allgather_gemm(
     options: Options,
     gpu: Gpu | None = None,
     capacity: int = 0,
+    nodes: tuple[int, ...] | None = None,
 ) -> AllGatherGemmPlan:
     """Choose a plan: for a GPU that runs `capacity` agents at a time, or for the host target.
 
@@ -800,6 +854,7 @@ def plan_allgather_gemm(
         chunk=chunk,
         phase_k=_phase_k(k, chunk[1], tiles * chosen.cluster <= split[1]),
         whole_tiles=tiles - _halved(tiles, chosen, split[1]),
+        nodes=nodes or (ranks,),
         split=split,
         shared_bytes=chosen.shared_bytes(dtype, out_dtype),
         tf32=options.tf32,

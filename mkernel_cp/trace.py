@@ -30,6 +30,14 @@ _AWAITED = {
     Awaited.TURN: "turn",
     Awaited.ROUTES: "routes, part {index}",
     Awaited.ROWS: "rows of compute agent {index}",
+    Awaited.AGREEMENT: "agreement",
+    Awaited.PARTIAL: "tile {index} of rank {peer}",
+    Awaited.SUM: "sum {index} of rank {peer}",
+    Awaited.ROOM: "room, of agent {index}",
+    Awaited.QUEUE: "room for command {index}",
+    Awaited.SENT: "command {index} to be sent",
+    Awaited.NETWORK: "chunk {index} of rank {peer} over the network",
+    Awaited.RECEIPT: "receipt of rank {index}",
 }
 
 

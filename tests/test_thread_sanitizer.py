@@ -47,7 +47,9 @@ def environment(tmp_path_factory):
 
 
 @pytest.mark.tsan
-@pytest.mark.parametrize("program", ["threads.py", "attention_threads.py", "expert_threads.py"])
+@pytest.mark.parametrize(
+    "program", ["threads.py", "attention_threads.py", "expert_threads.py", "node_threads.py"]
+)
 def test_ranks_as_threads_do_not_race(environment, kernels, program):
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     result = subprocess.run(

@@ -341,7 +341,8 @@ def _measure(
 ) -> _Measured:
     a, b = (comm.machine.asarray(x, None) for x in (a, b))
     with kind(a, b, comm=comm, dtype=expected.dtype, **asked) as step:
-        planned = step.plan.bytes_from_peers
+        plan = step.plan
+        planned = plan.bytes_from_peers + (plan.bytes_to_network if comm.network else 0)
         return _time(comm, expected, lambda out: step(a, b, out=out), planned)
 
 
@@ -351,7 +352,7 @@ def _time(
     call: Callable[[np.ndarray], Any],
     planned: int,
 ) -> _Measured:
-    before = comm.bytes_from_peers
+    before = _moved(comm)
     machine = comm.machine
     nothing = np.full(expected.value.shape, np.nan, expected.dtype)
     out = machine.asarray(nothing.copy(), None)
@@ -366,8 +367,13 @@ def _time(
         comm.synchronize()
         seconds.append(time.perf_counter() - start)
     error = max(error, expected.check(machine.asnumpy(out)))
-    counted = comm.bytes_from_peers - before
+    counted = _moved(comm) - before
     return _Measured(error, counted, (1 + _WARM_CALLS) * planned, 1e3 * statistics.median(seconds))
+
+
+def _moved(comm: Communicator) -> int:
+    """Return the bytes that kernels have brought here, and that network cards have sent."""
+    return comm.bytes_from_peers + (comm.network.counters()[0] if comm.network else 0)
 
 
 @dataclass(frozen=True)
@@ -378,11 +384,16 @@ class _Operator:
     cases: Callable[[int], Iterator[Any]]
     run: Callable[[Communicator, Any], _Measured]
     targets: tuple[str, ...] = ("host", "cuda")
+    across_nodes: bool = False
+
+    def runs_on(self, comm: Communicator) -> bool:
+        """Return whether it works for these ranks."""
+        return comm.target in self.targets and (self.across_nodes or comm.num_nodes == 1)
 
 
 _NOTHING = (None,) * 4
 _OPERATORS = (
-    _Operator("allgather_gemm", _gemm_cases, _allgather_gemm),
+    _Operator("allgather_gemm", _gemm_cases, _allgather_gemm, across_nodes=True),
     _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter),
     _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
     _Operator("ring_attention", _attention_cases, _ring_attention),
@@ -412,7 +423,7 @@ def demo(comm: Communicator, arguments: argparse.Namespace) -> int:
         print(_line([heading for heading, _ in _HEADINGS]), flush=True)
     rows = []
     for operator in _OPERATORS:
-        for case in operator.cases(comm.size) if comm.target in operator.targets else ():
+        for case in operator.cases(comm.size) if operator.runs_on(comm) else ():
             rows.append(_run(comm, operator, case))
             if verbose:
                 print(rows[-1], flush=True)
@@ -453,7 +464,13 @@ def _run(comm: Communicator, operator: _Operator, case: Any) -> Row:
 
 def _note(comm: Communicator) -> str:
     shared = "; ranks share GPUs" if comm.machine.shared else ""
-    return _TARGETS[comm.target] + shared
+    network = ""
+    if comm.network:
+        network = (
+            f"; nodes of {list(comm.topology.sizes)} ranks meet over {comm.network.transport} on "
+            "network cards made of software, whose bytes are counted too"
+        )
+    return _TARGETS[comm.target] + shared + network
 
 
 def _title(comm: Communicator) -> str:

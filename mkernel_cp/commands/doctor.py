@@ -1,5 +1,6 @@
 """`doctor`: what this machine has and lacks, and the command that mends it."""
 
+import ctypes
 import mmap
 import os
 import platform
@@ -49,6 +50,7 @@ def doctor() -> int:
         _cache,
         _shared_memory,
         _system_calls,
+        _network,
         _environment,
     ):
         for finding in check():
@@ -222,6 +224,34 @@ def _try_memfd() -> None:
 
 def _try_pidfd() -> None:
     os.close(os.pidfd_open(os.getpid()))
+
+
+def _network() -> Iterator[Finding]:
+    """Real network cards are listed; what is used between nodes so far is made of software."""
+    for library, package in (("libibverbs.so.1", "libibverbs1"), ("libefa.so.1", "libefa")):
+        try:
+            ctypes.CDLL(library)
+            yield Finding("ok", library, "loads")
+        except OSError:
+            yield Finding("ok", library, f"not here ({package}); within a node nothing needs it")
+    cards = sorted(Path("/sys/class/infiniband").glob("*"))
+    for card in cards:
+        port = card / "ports" / "1"
+        facts = [_line_of(port / name) for name in ("link_layer", "state", "rate")]
+        gids = sum(set(_line_of(gid)) - set("0:") != set() for gid in (port / "gids").glob("*"))
+        numa = _line_of(card / "device" / "numa_node")
+        yield Finding(
+            "ok", f"card {card.name}", f"{', '.join(facts)}, {gids} GIDs, NUMA node {numa}"
+        )
+    soft = "between virtual nodes (MKERNEL_NODES) they are made of software"
+    yield Finding("ok", "network cards", f"{len(cards)} in this machine; {soft}")
+
+
+def _line_of(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return "unknown"
 
 
 def _environment() -> Iterator[Finding]:

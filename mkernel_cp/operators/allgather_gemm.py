@@ -9,6 +9,7 @@ from .. import plan as plans
 from .. import structs
 from ..communicator import Arena, Communicator, extent
 from ..memory import Location
+from ..transport.network import MOST_CHUNKS
 from . import operands
 from .gemm import GemmOperator, GemmSpec
 
@@ -113,6 +114,7 @@ class AllGatherGemm(GemmOperator):
     """
 
     function = "allgather_gemm"
+    across_nodes = True
     params_struct = "AllGatherGemmParams"
     spec_type = _Spec
     plan: plans.AllGatherGemmPlan
@@ -156,7 +158,7 @@ class AllGatherGemm(GemmOperator):
                 plans.arena_offsets(spec.row_counts, spec.k, spec.dtype, order)[-1]
                 for order in (False, True)
             )
-            return signals, max(sizes)
+            return signals * (2 if self._comm.num_nodes > 1 else 1), max(sizes)
 
         preferences = set(self._comm.agreement(self._what, need, compile_and_prefer)) - {None}
         return preferences == {True}
@@ -165,7 +167,7 @@ class AllGatherGemm(GemmOperator):
         spec, comm = self._spec, self._comm
         return plans.plan_allgather_gemm(
             *(comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype, spec.out_dtype),
-            *(self._a_by_columns, spec.options, comm.machine.gpu, capacity),
+            *(self._a_by_columns, spec.options, comm.machine.gpu, capacity, comm.topology.sizes),
         )
 
     def _constants(self, arena: Arena, base: int) -> Any:
@@ -195,8 +197,27 @@ class AllGatherGemm(GemmOperator):
                 phase_k=plan.phase_k,
                 arrived=base,
                 **{name: self._constant(name, array) for name, array in arrays.items()},
+                **self._between_nodes(arena, int(first_chunk[-1])),
             ),
         )
+
+    def _between_nodes(self, arena: Arena, chunks: int) -> dict[str, Any]:
+        """Return the members of ``LandingPlan`` that say how rows come from other nodes."""
+        comm, place = self._comm, structs.shared().Place
+        if comm.network is None:
+            return {}
+        if chunks > MOST_CHUNKS:
+            raise ValueError(
+                f"{chunks} chunks of {self.plan.chunk}: between nodes use at most {MOST_CHUNKS}; "
+                "Options(chunk_bytes=) makes them larger"
+            )
+        writes = np.array(self.plan.writes(comm.network.transport), np.uint64)
+        return {
+            "zone": place(arena.number, arena.data_offset_for(arena.signals)),
+            "relayed": place(arena.number, 8 * chunks),
+            "chunks": chunks,
+            "writes": self._constant("writes", writes),
+        }
 
     def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
         place, message.operand_pitch, rows = self._operand(a)
@@ -210,7 +231,7 @@ class AllGatherGemm(GemmOperator):
         if self._is_readable(rows, plan.by_columns):
             if comm.size == 1:
                 return self._stage, 0, a
-            if pitch is not None and comm.in_segment(rows):
+            if pitch is not None and comm.in_segment(rows) and self._can_be_sent(rows, pitch):
                 return comm.segments.locate(*extent(rows)), pitch, a
         pitch = plan.pitch(comm.rank)
         lines, run = rows.shape[::-1] if plan.by_columns else rows.shape
@@ -220,6 +241,12 @@ class AllGatherGemm(GemmOperator):
         staged = staged.T if plan.by_columns else staged
         comm.machine.copy(staged, a.array)
         return self._stage, pitch, operands.Operand("a", staged, comm.machine)
+
+    def _can_be_sent(self, rows: np.ndarray, pitch: int) -> bool:
+        """Return whether the network takes rows as they lie: without gaps if they land so."""
+        landing = self.plan.pitch(self._comm.rank)
+        run = rows.shape[0 if self.plan.by_columns else 1] * rows.itemsize
+        return self._comm.network is None or run != landing or pitch == landing
 
     def _landing(self, address: int, rank: int) -> Any:
         """Return the ``Matrix`` in which a rank's rows land."""

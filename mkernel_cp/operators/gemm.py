@@ -88,6 +88,7 @@ class GemmOperator(abc.ABC):
     """
 
     function: ClassVar[str]
+    across_nodes: ClassVar[bool] = False  # whether it works for ranks on several nodes
     params_struct: ClassVar[str]
     spec_type: ClassVar[type[GemmSpec]]
     plan: plans.GemmPlan
@@ -111,6 +112,7 @@ class GemmOperator(abc.ABC):
     @classmethod
     def _step_for(cls, a: Any, b: Any, comm: Communicator, out: Any, asked: dict[str, Any]) -> Any:
         """Return the plan for a call; made by its first one."""
+        cls._refuse_nodes(comm)
         own, other = _pair(a, b, comm)
         spec = cls.spec_type(own, other, comm, **asked)
         step = comm.plans.get(spec)
@@ -132,10 +134,16 @@ class GemmOperator(abc.ABC):
         """Plan for operands like these, and do not call."""
         operands.check_communicator(comm)
         with comm.calling(f"{type(self).__name__}()"), comm.machine.on(stream):
+            self._refuse_nodes(comm)
             own, other = _pair(a, b, comm)
             spec = self.spec_type(own, other, comm, **asked)
             _output(out, spec, own, other, comm)
             self._set_up(spec, comm, own, other)
+
+    @classmethod
+    def _refuse_nodes(cls, comm: Communicator) -> None:
+        if not cls.across_nodes:
+            comm.refuse_nodes(f"{cls.function}()")
 
     def _set_up(self, spec: Any, comm: Communicator, a: np.ndarray, b: np.ndarray) -> None:
         self._spec, self._comm = spec, comm
@@ -201,6 +209,8 @@ class GemmOperator(abc.ABC):
         words: dict[str, Any] = {**self._type_defines(), **self._tile.defines(self._spec.dtype)}
         if self._mapped:
             words |= {"MK_A_BY_COLUMNS": a_by_columns, "MK_B_BY_COLUMNS": self._b_by_columns}
+        if self._comm.num_nodes > 1:
+            words["MK_NODES"] = 1
         name = self._kernel_name()
         source = str(compiler.kernel_source(name))
         return self._comm.load(Kernel(source, name, tuple(compiler.macros(words).items())))
@@ -297,8 +307,11 @@ class GemmOperator(abc.ABC):
             self._map(params.a, a.shadow, self._a_by_columns, own)
             self._map(params.b, b.shadow, self._b_by_columns, other)
             self._map(params.c, out.shadow, False, (128 // out.shadow.itemsize, 64))
-        request = comm.prepare(self._kernel, params, sum(self.plan.split), self.plan.shared_bytes)
+        request = comm.prepare(self._kernel, params, self._agents(), self.plan.shared_bytes)
         return request, (a, b, out)
+
+    def _agents(self) -> int:
+        return sum(self.plan.split) + self.plan.network_agents
 
     def _is_readable(self, array: np.ndarray, by_columns: bool) -> bool:
         """Return whether the engine takes an operand as it lies."""

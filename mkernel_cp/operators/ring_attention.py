@@ -128,6 +128,7 @@ def ring_attention(
     """
     operands.check_communicator(comm)
     with comm.calling("ring_attention()"), comm.machine.on(stream):
+        comm.refuse_nodes("ring_attention()")
         arrays = _shadows(q, k, v, comm)
         spec = _Spec(
             *arrays, comm, seq_counts, causal, scale, layout, return_lse, max_workspace, options
@@ -182,6 +183,7 @@ class RingAttention:
     ):
         operands.check_communicator(comm)
         with comm.calling("RingAttention()"), comm.machine.on(stream):
+            comm.refuse_nodes("ring_attention()")
             arrays = _shadows(q, k, v, comm)
             spec = _Spec(
                 *arrays, comm, seq_counts, causal, scale, layout, return_lse, max_workspace, options

@@ -6,9 +6,8 @@
 namespace mk {
 
 struct Chunk {
-    u64 source;
-    Range rows;
-    Range k;
+    Range lines;
+    Range run;  // of each line
     i64 index;  // in Landing's signals
 };
 
@@ -21,34 +20,53 @@ public:
     MK_DEVICE i64 rows_of(u64 source) const { return plan_.row_start[source + 1] - plan_.row_start[source]; }
     MK_DEVICE const Matrix& operator[](u64 source) const { return plan_.rows[source]; }
 
-    // Has this agent's share of a rank's chunks of a phase brought here from `from`; each raises its signal. Rows that are
-    // multiplied together, `together` at a time, come together: all of them with some of k before any with the next.
-    // Chunks are dealt on from where the last pull ended, so that all agents are busy however few there are at a time.
-    template <bool aligned>
-    MK_DEVICE void pull(Courier<aligned>& courier, u64 source, Lines from, Range phase, i64 together) {
+    // Has this agent's share of a rank's chunks of a phase brought here from `from`; each raises its signal. ready(index)
+    // waits for a chunk that comes there only now, and returns false to end it all.
+    template <bool aligned, class Ready>
+    MK_DEVICE void pull(Courier<aligned>& courier, u64 source, Lines from, Range phase, i64 together, Ready ready) {
+        const Lines to = lines_of(source);
+        const bool leads = launch_.agent().lane() == 0;
+        each_of(source, phase, together, launch_.member(), launch_.members(), [&](const Chunk& chunk) {
+            if (!ready(chunk.index)) return false;
+            const i64 bytes = chunk.run.size() * i64(sizeof(T));
+            const Span span(launch_, leads, Traced::copy, source, u64(chunk.lines.size() * bytes), u64(chunk.index));
+            courier.send(part(to, chunk), part(from, chunk), chunk.lines.size(), bytes, &plan_.arrived[chunk.index]);
+            pulled_ += u64(chunk.lines.size() * bytes);
+            return true;
+        });
+    }
+
+    // visit(chunk) for one agent's share of a rank's chunks of a phase, until it returns false. Rows that are multiplied
+    // together, `together` at a time, come together: all of them with some of k before any with the next. Chunks are dealt
+    // on from where the last time ended, so that all agents are busy however few there are at a time.
+    template <class Visit>
+    MK_DEVICE void each_of(u64 source, Range phase, i64 together, u64 agent, u64 agents, Visit visit) {
         const u32 panels = u32(ceil_div(plan_.k, plan_.chunk_k)), first = u32(phase.begin / plan_.chunk_k);
         const u32 last = u32(ceil_div(phase.end, plan_.chunk_k)), depth = (last < panels ? last : panels) - first;
         const u32 blocks = u32(ceil_div(rows_of(source), plan_.chunk_rows));
         const u32 group = u32(ceil_div(together, plan_.chunk_rows));
-        const Matrix& rows = plan_.rows[source];
-        const i64 stride = plan_.by_columns ? rows.column_stride : rows.row_stride;
-        const Lines to{static_cast<u8*>(rows.data), stride * i64(sizeof(T))};
-        const bool leads = launch_.agent().lane() == 0;
-        const u32 members = u32(launch_.members());
-        u32 i = (u32(launch_.member()) + members - next_) % members;
+        const u32 members = u32(agents);
+        u32 i = (u32(agent) + members - next_) % members;
         for (; i < blocks * depth; i += members) {
             const u32 begin = i / (group * depth) * group, height = blocks - begin < group ? blocks - begin : group;
             const u32 row = begin + (i - begin * depth) % height, panel = first + (i - begin * depth) / height;
-            Chunk chunk{source, block(row, plan_.chunk_rows, rows_of(source)), block(panel, plan_.chunk_k, plan_.k),
-                        plan_.first_chunk[source] + i64(row) * panels + panel};
-            Range lines = plan_.by_columns ? chunk.k : chunk.rows, run = plan_.by_columns ? chunk.rows : chunk.k;
-            i64 bytes = run.size() * i64(sizeof(T));
-            const Span span(launch_, leads, Traced::copy, source, u64(lines.size() * bytes), u64(chunk.index));
-            courier.send(part(to, lines, run), part(from, lines, run), lines.size(), bytes,
-                         &plan_.arrived[chunk.index]);
-            pulled_ += u64(lines.size() * bytes);
+            const Range rows = block(row, plan_.chunk_rows, rows_of(source)), k = block(panel, plan_.chunk_k, plan_.k);
+            if (!visit(Chunk{plan_.by_columns ? k : rows, plan_.by_columns ? rows : k,
+                             plan_.first_chunk[source] + i64(row) * panels + panel}))
+                return;
         }
         next_ = (next_ + blocks * depth) % members;
+    }
+
+    // Where a rank's rows land.
+    MK_DEVICE Lines lines_of(u64 source) const {
+        const Matrix& rows = plan_.rows[source];
+        const i64 stride = plan_.by_columns ? rows.column_stride : rows.row_stride;
+        return {static_cast<u8*>(rows.data), stride * i64(sizeof(T))};
+    }
+
+    static MK_DEVICE Lines part(Lines lines, const Chunk& chunk) {
+        return {lines.data + chunk.lines.begin * lines.pitch + chunk.run.begin * i64(sizeof(T)), lines.pitch};
     }
 
     // The end of all pulling of this agent.
@@ -91,10 +109,6 @@ private:
             for (i64 i = rows.begin / plan_.chunk_rows; i * plan_.chunk_rows < rows.end; ++i)
                 if (!visit(plan_.first_chunk[source] + i * panels + j)) return false;
         return true;
-    }
-
-    static MK_DEVICE Lines part(Lines lines, Range which, Range run) {
-        return {lines.data + which.begin * lines.pitch + run.begin * i64(sizeof(T)), lines.pitch};
     }
 
     Launch& launch_;

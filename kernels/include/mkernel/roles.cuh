@@ -1,4 +1,5 @@
-// Roles: which agent does what. The split is the plan's: the first agents move, the others compute.
+// Roles: which agent does what. The split is the plan's: the first agents move, the others compute; two more serve the
+// network, where there is more than one node.
 #pragma once
 
 #include "courier.cuh"
@@ -6,7 +7,7 @@
 
 namespace mk {
 
-enum class Role : u64 { mover = 0, compute = 1 };
+enum class Role : u64 { mover = 0, compute = 1, inter_send = 2, inter_receive = 3 };
 
 class Launch : public Peers {
 public:
@@ -25,9 +26,16 @@ public:
     MK_DEVICE u64 member() const { return agent().index() - (is(Role::mover) ? 0 : split_.movers); }
     MK_DEVICE u64 members() const { return is(Role::mover) ? split_.movers : split_.compute; }
 
+    // Agents that read what peers say of their calls: movers, or compute agents where there are none, and inter-send.
+    MK_DEVICE u64 readers() const {
+        return (split_.movers > 0 ? split_.movers : split_.compute) + (several_nodes ? 1 : 0);
+    }
+
 private:
     static MK_DEVICE Role role_of(Split split) {
-        return Agent::current().index() < split.movers ? Role::mover : Role::compute;
+        const u64 index = Agent::current().index(), others = split.movers + split.compute;
+        if (!several_nodes || index < others) return index < split.movers ? Role::mover : Role::compute;
+        return index == others ? Role::inter_send : Role::inter_receive;
     }
 
     // Test hook: a role that starts late, by a time that differs from call to call and from agent to agent.

@@ -36,25 +36,42 @@ private:
     i64 extent_, length_;
 };
 
+// Ranks that reach each other's memory; an empty one stands for all.
+struct Node {
+    u64 begin, size;
+};
+
+// The rank that comes `step` steps after `rank`: around the ring of its node, and then around that of all others.
+MK_DEVICE u64 ring_rank(u64 rank, u64 step, u64 size, Node node) {
+    if (several_nodes && step < node.size) {
+        const u64 place = rank - node.begin + step;
+        return node.begin + (place < node.size ? place : place - node.size);
+    }
+    const u64 place = (several_nodes && node.size > 0 ? node.begin : rank) + step;
+    return place < size ? place : place - size;
+}
+
 // Where a ring of ranks leads from one of them in so many steps, up to `size`. No division: they cost registers.
 MK_DEVICE u64 around(u64 rank, u64 step, u64 size) { return rank + step < size ? rank + step : rank + step - size; }
 
 // rank + 1, rank + 2, ...: at any time all ranks read from different peers.
 class RingOrder {
 public:
-    MK_DEVICE RingOrder(u64 rank, u64 size) : rank_(rank), size_(size) {}
+    MK_DEVICE RingOrder(u64 rank, u64 size, Node node = {0, 0}) : rank_(rank), size_(size), node_(node) {}
 
     struct Iterator {
         u64 step, rank, size;
-        MK_DEVICE u64 operator*() const { return around(rank, step, size); }
+        Node node;
+        MK_DEVICE u64 operator*() const { return ring_rank(rank, step, size, node); }
         MK_DEVICE Iterator& operator++() { return ++step, *this; }
         MK_DEVICE bool operator!=(const Iterator& other) const { return step != other.step; }
     };
-    MK_DEVICE Iterator begin() const { return {1, rank_, size_}; }
-    MK_DEVICE Iterator end() const { return {size_, rank_, size_}; }
+    MK_DEVICE Iterator begin() const { return {1, rank_, size_, node_}; }
+    MK_DEVICE Iterator end() const { return {size_, rank_, size_, node_}; }
 
 private:
     u64 rank_, size_;
+    Node node_;
 };
 
 // Rows of one rank (counted within it) by columns of the product.
@@ -79,6 +96,7 @@ public:
         const i64* row_start;
         i64 columns;
         TileShape tile;
+        Node node{0, 0};  // whose ranks come first
     };
     struct Steps {
         u64 first, end;  // 0 and `size` are the rank itself
@@ -159,7 +177,7 @@ public:
 
 private:
     MK_DEVICE u32 steps() const { return u32(ceil_div(grid_.columns, stripe_)) * u32(steps_.end - steps_.first); }
-    MK_DEVICE u64 source(u64 step) const { return around(grid_.rank, step, grid_.size); }
+    MK_DEVICE u64 source(u64 step) const { return ring_rank(grid_.rank, step, grid_.size, grid_.node); }
     MK_DEVICE i64 rows(u64 source) const { return grid_.row_start[source + 1] - grid_.row_start[source]; }
 
     Grid grid_;

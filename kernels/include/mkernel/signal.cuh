@@ -15,8 +15,31 @@ enum class Called : u64 {
 };
 
 // What was waited for, and why in vain: the codes of Record.
-enum class Awaited : u64 { call = 1, arrival = 2, read = 3, turn = 4, partial = 6, sum = 7, room = 8, routes = 9, rows = 10 };
-enum class Reason : u64 { entry_timeout = 1, progress_timeout = 2, mismatch = 3, refused = 4, closed = 5, concurrent = 6 };
+enum class Awaited : u64 {
+    call = 1,
+    arrival = 2,
+    read = 3,
+    turn = 4,
+    partial = 6,
+    sum = 7,
+    room = 8,
+    routes = 9,
+    rows = 10,
+    queue = 11,  // room in the queue to the proxy
+    sent = 12,
+    network = 13,  // a chunk from another node
+    receipt = 14,  // of what was sent there
+};
+enum class Reason : u64 {
+    entry_timeout = 1,
+    progress_timeout = 2,
+    mismatch = 3,
+    refused = 4,
+    closed = 5,
+    concurrent = 6,
+    lost = 7,     // as a watcher sees it
+    network = 8,  // as a proxy sees it
+};
 
 constexpr u64 everyone = ~u64(0);
 
@@ -33,6 +56,8 @@ template <bool>
 class Courier;
 template <class>
 class Window;
+template <class>
+class Internode;
 
 // Proof that bytes are where they were to go, or that all have read what may now be overwritten: only those who copy,
 // or keep a window, make one, and raise() takes nothing less.
@@ -44,6 +69,8 @@ class Completed {
     friend class Courier;
     template <class>
     friend class Window;
+    template <class>
+    friend class Internode;
 };
 
 // One launch as one agent sees it: who waits, for which generation, and whether something has already failed.

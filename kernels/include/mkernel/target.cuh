@@ -10,7 +10,14 @@
 #define MK_TARGET_HOST 1
 #endif
 
+// Kernels are compiled for ranks of one node, which then have nothing of the network, or with MK_NODES for several.
+#ifndef MK_NODES
+#define MK_NODES 0
+#endif
+
 namespace mk {
+
+constexpr bool several_nodes = MK_NODES;
 
 using u8 = unsigned char;
 using u16 = unsigned short;

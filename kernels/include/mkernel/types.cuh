@@ -74,13 +74,22 @@ struct Record {
 
 // One page per rank in host memory that all ranks of the node map: it works also when a GPU or a rank does not.
 struct HostPage {
-    u64 abort;   // 0, or 1 + the rank whose record says why (+ 2^32: its watcher's record, not its kernel's)
+    u64 abort;   // 0, or 1 + the rank whose record says why (+ 2^32: its watcher's record, + 2^33: its proxy's)
     u64 beat;    // counted up ten times a second by the rank's watcher: its process runs
     u64 closed;  // the rank has closed its communicator; 2: and uses no memory of its peers any more
     u64 called;  // a signal: what the host does in place of a launch
     u64 digest;  // of what it has announced
     Record by_kernel;
     Record by_watcher;
+    Record by_proxy;
+    u64 card[8];  // the name of the network card that the proxy's record is about
+};
+
+// The first word of a rank to one on another node in every call, which the network brings.
+struct alignas(64) Letter {
+    u64 generation;
+    CallMessage message;
+    u64 reserved[3];
 };
 
 // A span of time that an agent, or a part of one, has recorded.
@@ -104,10 +113,53 @@ struct Trace {
     TraceEvent* events;  // [(agent * parts + part) * capacity]
 };
 
+// What a kernel asks of the proxy: lines of bytes are to be written to a peer's memory, and then a chunk of them counts as
+// arrived there. One cache line; the meaning of its fields is in channel.cuh.
+struct alignas(64) Command {
+    u64 number;  // 1 + its ticket: last, when the rest is there
+    u64 kind_and_lines;
+    u64 peer_and_chunk;
+    u64 generation;
+    u64 from;
+    u64 to;
+    u64 pitches;
+    u64 line_bytes;
+};
+
+// Commands on their way to the proxy, a thread of the host. Slots and what the proxy counts are in pinned host memory; who
+// is to write which slot is settled on the GPU.
+struct CommandQueue {
+    Command* slots;  // ticket t in slot t % capacity
+    u64 capacity;
+    u64* tickets;     // given out so far
+    u64* taken_seen;  // what an agent last saw of `taken`
+    u64* taken;       // by the proxy: their slots are free again
+    u64* sent;        // of them, from the first on: their bytes have been read, and may be overwritten
+};
+
+// The network, where there is more than one node. A rank sends to its gateways, one on each other node, and is a gateway
+// itself to its sources; what comes to a gateway is for all of its node.
+struct Network {
+    CommandQueue queue;
+    u64 gateway_count;
+    u64* gateways;
+    u64 source_count;
+    u64* sources;
+    u64 link_count;  // both
+    u64* links;
+    u64* holders;     // [rank]: who of this node has what it sends: itself, or its gateway
+    u64* arrived;     // signals, raised by the proxy: [rank] its letter, [size + rank] its receipt, [2 size + chunk]
+    Letter* letters;  // that of this rank, then [generation % 2][rank] of the others, and one that nobody reads
+    u64 region;       // in which letters lie
+};
+
 // A communicator, as its kernels see it. Arrays have one entry per rank.
 struct World {
     u64 rank;
     u64 size;
+    u64 node_begin;  // the first rank of this node
+    u64 node_size;
+    Network* network;  // null if there is one node
     u64 entry_timeout_ns;     // 0: no limit
     u64 progress_timeout_ns;  // 0: no limit
     u64* generation;          // of the last kernel that ended well
@@ -159,6 +211,10 @@ struct LandingPlan {
     Matrix* rows;      // [rank]: where they land
     i64* first_chunk;  // [rank]: its first one in `arrived`
     u64* arrived;      // a signal per chunk
+    Place zone;        // where `rows` begin at every rank, if there is more than one node
+    Place relayed;     // and there a signal per chunk: it has come over the network to its gateway
+    u64 chunks;        // of all ranks
+    u64* writes;       // [chunk]: in how many writes it comes over the network
 };
 
 // What does not change from call to call of allgather_gemm.

@@ -1,4 +1,5 @@
-// Peers: the first message of a call, and where it says that their operands are.
+// Peers: the first message of a call, and where it says that their operands are. Only those of this node are reached by
+// loads and stores; what others say comes to their gateway here, which passes it on (internode.cuh).
 #pragma once
 
 #include "signal.cuh"
@@ -9,19 +10,35 @@ class Peers : public Context {
 public:
     using Context::Context;
 
-    // Tells every peer what this rank calls and where its operand is. One agent of the launch does it.
+    // The ranks that this one reaches, and itself.
+    MK_DEVICE Node node() const {
+        return several_nodes ? Node{world().node_begin, world().node_size} : Node{0, size()};
+    }
+
+    // Tells every peer of this node what this rank calls and where its operand is. One agent of the launch does it.
     MK_DEVICE void announce(const CallMessage& message) {
-        for (u64 i = 1; i < size(); ++i) {
-            Inbox* there = world().outbox[(rank() + i) % size()];
+        for (u64 i = 1; i < node().size; ++i) {
+            Inbox* there = world().outbox[neighbour(i)];
             if (agent().lane() == 0) there->message = message;
             raise<Scope::system>(&there->called, u64(Called::ready));
         }
     }
 
+    // A gateway tells it for a rank of another node, to which its node has no other way.
+    MK_DEVICE void announce_for(u64 other, const CallMessage& message) {
+        for (u64 i = 0; i < node().size; ++i) {
+            Inbox* there = world().outbox[neighbour(i)] + other - rank();
+            if (agent().lane() == 0) there->message = message;
+            raise<Scope::system>(&there->called, u64(Called::ready));
+        }
+    }
+
+    // Who of this node has what a rank shows: itself, or its gateway.
+    MK_DEVICE u64 holder(u64 peer) const { return several_nodes ? world().network->holders[peer] : peer; }
+
     // Waits until the peer has made the same call. False also if it makes another one, or has refused.
     MK_DEVICE bool await_call(u64 peer, u64 digest) {
         const Inbox& inbox = world().inbox[peer];
-        const HostPage& page = *world().pages[peer];
         u64 goal = target(u64(Called::ready)), refused = target(u64(Called::refused));
         return poll(
             agent(), {Awaited::call, peer, 0}, goal, &inbox.called,
@@ -30,12 +47,16 @@ public:
                 if (seen >= refused) return Poll::refused;  // it is already a call further
                 return inbox.message.digest == digest ? Poll::done : Poll::mismatch;
             },
-            [&] {
-                u64 seen = load_acquire(&page.called);
-                if (seen < target(u64(Called::announced))) return Poll::pending;
-                if (seen >= refused) return Poll::refused;
-                return load_relaxed(&page.digest) == digest ? Poll::pending : Poll::mismatch;
-            });
+            [&] { return what_its_host_does(peer, digest); });
+    }
+
+    // The same of a rank of another node, by its letter: whatever that says.
+    MK_DEVICE bool await_letter(u64 peer, u64 digest) {
+        const u64 goal = target(1);
+        return poll(
+            agent(), {Awaited::call, peer, 0}, goal, &world().network->arrived[peer],
+            [&](u64 seen) { return seen >= goal ? Poll::done : Poll::pending; },
+            [&] { return what_its_host_does(peer, digest); });
     }
 
     // For kernels whose peers read nothing here: tells them that this rank has entered, and sees all of them enter. A peer
@@ -43,13 +64,19 @@ public:
     // its message with the next before all have seen it.
     MK_DEVICE bool greet(const CallMessage& message) {
         announce(message);
-        for (u64 i = 1; i < size(); ++i) {
-            const u64 peer = (rank() + i) % size();
+        for (u64 i = 1; i < node().size; ++i) {
+            const u64 peer = neighbour(i);
             if (!await_call(peer, message.digest)) return false;
-            have_read(peer, 1);
+            have_read(peer, greeters());
         }
         return live();
     }
+
+    // Agents that look at messages where one greets: inter-receive too.
+    MK_DEVICE u64 greeters() const { return several_nodes ? 2 : 1; }
+
+    // The one that is i steps further around the ring of this node.
+    MK_DEVICE u64 neighbour(u64 i) const { return ring_rank(rank(), i, size(), node()); }
 
     MK_DEVICE const CallMessage& message_of(u64 peer) const { return world().inbox[peer].message; }
 
@@ -71,8 +98,8 @@ public:
         agent().sync();
         if (!live() || agent().lane() != 0) return;
         if (fetch_add(counter(0), 1) + 1 != agent().count()) return;
-        for (u64 i = 1; i < size(); ++i) {
-            u64 peer = (rank() + i) % size();
+        for (u64 i = 1; i < node().size; ++i) {
+            u64 peer = neighbour(i);
             Subject read{Awaited::read, peer, 0};
             if (!wait(agent().alone(), &world().inbox[peer].read, 1, read)) return;
         }
@@ -82,6 +109,15 @@ public:
     }
 
 private:
+    // In place of a launch; nothing, if there may still be one.
+    MK_DEVICE Poll what_its_host_does(u64 peer, u64 digest) const {
+        const HostPage& page = *world().pages[peer];
+        const u64 seen = load_acquire(&page.called);
+        if (seen < target(u64(Called::announced))) return Poll::pending;
+        if (seen >= target(u64(Called::refused))) return Poll::refused;
+        return load_relaxed(&page.digest) == digest ? Poll::pending : Poll::mismatch;
+    }
+
     // Counters have many writers, all of this GPU. Each launch has its own bank of them.
     MK_DEVICE u64* bank(u64 generation, u64 index) const {
         return &world().counters[(generation & 1) * (1 + size()) + index];

@@ -1,0 +1,95 @@
+// The queue from kernels to the proxy, the thread of the host that has a network card do what they ask for. Any agent may
+// put commands in; a ticket says which slot is whose, and the proxy takes them in the order of the tickets.
+#pragma once
+
+#include "copy.cuh"
+
+namespace mk {
+
+enum class Ask : u64 {
+    enter = 1,  // a call begins, in which `line_bytes` chunks come here: from `from` on, how many writes make up each
+    write = 2,
+};
+
+// Where bytes lie in what a rank has registered with its network card.
+struct Registered {
+    u64 region;
+    u64 offset;
+};
+
+// Packs what is small, so that a command is one cache line: 16 bits of a region before 48 of an offset, 32 of a peer before
+// 32 of a chunk, 32 of either pitch.
+struct Write {
+    u64 peer;
+    u64 chunk;  // of those that arrive at the peer
+    Registered from, to;
+    u64 from_pitch, to_pitch;
+    u64 lines, line_bytes;
+};
+
+MK_DEVICE u64 packed(Registered place) { return place.region << 48 | place.offset; }
+
+class Channel {
+public:
+    MK_DEVICE Channel(Context& launch, const CommandQueue& queue) : launch_(launch), queue_(queue) {}
+
+    // Tells this rank's proxy which chunks a call is made of, before anything of it can arrive. `writes`: per chunk.
+    MK_DEVICE bool enter(const u64* writes, u64 chunks) {
+        return post({0, u64(Ask::enter) << 32, 0, launch_.generation(), reinterpret_cast<u64>(writes), 0, 0, chunks});
+    }
+
+    // All lanes call it. Of what Completed stands for the network may read from now on, until flush().
+    MK_DEVICE bool post(const Write& write, Completed) {
+        return post({0, u64(Ask::write) << 32 | write.lines, write.peer << 32 | write.chunk, launch_.generation(),
+                     packed(write.from), packed(write.to), write.from_pitch << 32 | write.to_pitch, write.line_bytes});
+    }
+
+    // Waits until all bytes that this agent has posted have been read: they may be overwritten.
+    MK_DEVICE bool flush() {
+        const Subject sent{Awaited::sent, launch_.rank(), last_};
+        return launch_.poll(
+            launch_.agent(), sent, last_, queue_.sent,
+            [&](u64 seen) { return seen >= last_ ? Poll::done : Poll::pending; }, [] { return Poll::pending; });
+    }
+
+private:
+    MK_DEVICE bool post(const Command& command) {
+        const bool leads = launch_.agent().lane() == 0;
+        if (leads && launch_.live()) last_ = 1 + fetch_add(queue_.tickets, 1);
+        if (!await_slot()) return false;
+        interleave();
+        if (leads) {
+            Command& slot = queue_.slots[(last_ - 1) % queue_.capacity];
+            slot.kind_and_lines = command.kind_and_lines;
+            slot.peer_and_chunk = command.peer_and_chunk;
+            slot.generation = command.generation;
+            slot.from = command.from;
+            slot.to = command.to;
+            slot.pitches = command.pitches;
+            slot.line_bytes = command.line_bytes;
+            store_release<Scope::system>(&slot.number, last_);
+        }
+        return true;
+    }
+
+    // Back-pressure: the slot is free when the proxy has taken what was in it a lap ago. It counts in host memory, which is
+    // far away: so one agent's look serves all until the queue is full again.
+    MK_DEVICE bool await_slot() {
+        const Agent& agent = launch_.agent();
+        auto free = [&](u64 taken) { return taken + queue_.capacity >= last_; };
+        if (agent.broadcast(agent.lane() == 0 && launch_.live() && free(load_acquire(queue_.taken_seen)))) return true;
+        const Subject slot{Awaited::queue, launch_.rank(), last_};
+        u64 taken = 0;
+        const bool arrived = launch_.poll(
+            agent, slot, last_, queue_.taken,
+            [&](u64 seen) { return free(taken = seen) ? Poll::done : Poll::pending; }, [] { return Poll::pending; });
+        if (arrived && agent.lane() == 0) store_release<Scope::device>(queue_.taken_seen, taken);
+        return arrived;
+    }
+
+    Context& launch_;
+    const CommandQueue& queue_;
+    u64 last_ = 0;  // 1 + the ticket of this agent's last command, in its first lane
+};
+
+}  // namespace mk

@@ -1,0 +1,411 @@
+// The proxy: a thread that takes what kernels ask for out of their queue, has network cards write it to peers, and raises
+// signals for what peers have written here. It never calls CUDA, since a running kernel may depend on it.
+#include <atomic>
+#include <mutex>
+
+#include "cards.h"
+#include "command_reader.h"
+
+using namespace mk;
+using namespace mk::net;
+
+namespace {
+
+// What the proxy shares with Python and the kernels.
+struct Shared {
+    CommandQueue* queue;
+    u64 rank;
+    u64 size;
+    u64* arrived;    // signals: [rank] for letters, [rank] for receipts, and then [chunk]
+    u64 arrivals;    // so many words
+    Letter* letters;  // [generation % 2][rank] of peers
+    HostPage** pages;
+};
+
+struct Region {
+    u64 address = 0;
+    std::vector<ibv_mr*> here;    // per card
+    std::vector<u64> there;       // keys, per card
+};
+
+class Proxy {
+public:
+    Proxy(const char* verbs, const char* efa, const std::string& names, bool is_efa, unsigned queue_pairs, unsigned links)
+        : library_(verbs, is_efa ? efa : "") {
+        for (size_t begin = 0; begin <= names.size();) {
+            const size_t end = std::min(names.find(',', begin), names.size());
+            cards_.emplace_back(new Card(library_, names.substr(begin, end - begin), is_efa, queue_pairs, links));
+            begin = end + 1;
+        }
+    }
+
+    ~Proxy() {
+        stop();
+        for (auto& region : own_) forget(region.second);
+    }
+
+    std::vector<std::unique_ptr<Card>>& cards() { return cards_; }
+
+    void enroll(u64 number, void* address, u64 bytes, u64* keys) {
+        Region region;
+        region.address = reinterpret_cast<u64>(address);
+        try {
+            for (auto& card : cards_) {
+                region.here.push_back(card->enroll(address, bytes));
+                keys[region.here.size() - 1] = region.here.back()->rkey;
+            }
+        } catch (...) {
+            forget(region);
+            throw;
+        }
+        std::lock_guard<std::mutex> lock(mutex_);
+        own_[number] = region;
+    }
+
+    void forget(u64 number) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        forget(own_[number]);
+        own_.erase(number);
+    }
+
+    void learn(u64 peer, u64 number, u64 address, const u64* keys) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        Region& region = theirs_[peer << 16 | number];
+        region.address = address;
+        region.there.assign(keys, keys + cards_.size());
+    }
+
+    void start(const Shared& shared) {
+        shared_ = shared;
+        reader_.reset(new CommandReader(*shared_.queue));
+        thread_ = std::thread(&Proxy::run, this);
+    }
+
+    void stop() {
+        stop_ = true;
+        if (thread_.joinable()) thread_.join();
+    }
+
+private:
+    static constexpr u64 flights = 1024;  // commands whose bytes have not been read yet, at most
+    static constexpr int batch = 16;
+    static constexpr u64 awake_ns = 2000 * nanoseconds_per_microsecond;
+    static constexpr u32 chunk_bits = 28;
+
+    struct Flight {
+        u64 peer;
+        u64 left;  // requests that have not completed, and one more while not all are posted
+    };
+
+    void run() {
+        u64 last = now();
+        while (!stop_) {
+            bool busy = false;
+            try {
+                if (!failed_) busy = post_some();
+                busy = complete_some() || busy;
+            } catch (const std::exception& problem) {
+                fail(0, 0, IBV_WC_GENERAL_ERR, 0);
+                fprintf(stderr, "mkernel_cp: rank %llu, network: %s\n", shared_.rank, problem.what());
+            }
+            if (busy) last = now();
+            else if (now() - last < awake_ns) sched_yield();
+            else {
+                const timespec nap{0, 50000};
+                nanosleep(&nap, nullptr);
+            }
+        }
+    }
+
+    static u64 now() {
+        timespec time;
+        clock_gettime(CLOCK_MONOTONIC, &time);
+        return u64(time.tv_sec) * 1000000000 + u64(time.tv_nsec);
+    }
+
+    // --- out ----------------------------------------------------------------------------------------------------------
+
+    // A command with all that it says.
+    struct Order {
+        u64 number = 0;  // of the command; 0: none is at work
+        u64 peer, chunk, generation, lines, line_bytes, from, to, from_pitch, to_pitch;
+        Card* card;
+        Lane* lane;
+        u32 local_key, remote_key;
+        u64 posted;  // lines
+    };
+
+    bool post_some() {
+        if (order_.number == 0 && !next_order()) return false;
+        return order_.number == 0 || post_lines();
+    }
+
+    // False if there is none, or too much is under way.
+    bool next_order() {
+        if (reader_->taken() - sent_ >= flights) return false;
+        const Command* command = reader_->next();
+        if (!command) return false;
+        const u64 number = reader_->taken() + 1;
+        if (Ask(command->kind_and_lines >> 32) == Ask::enter) {
+            generation_ = command->generation;
+            writes_ = reinterpret_cast<const u64*>(command->from);
+            chunks_ = command->line_bytes;
+            came_.assign(chunks_, 0);
+            reader_->take();
+            flight(number) = {0, 0};
+            publish();
+            return true;
+        }
+        Order order;
+        order.number = number;
+        order.peer = command->peer_and_chunk >> 32, order.chunk = command->peer_and_chunk & 0xffffffff;
+        order.generation = command->generation;
+        order.lines = command->kind_and_lines & 0xffffffff, order.line_bytes = command->line_bytes;
+        order.from_pitch = command->pitches >> 32, order.to_pitch = command->pitches & 0xffffffff;
+        const u64 from = command->from, to = command->to;
+        reader_->take();
+        // Lines without gaps are one write.
+        if (order.to_pitch == order.line_bytes && order.from_pitch == order.line_bytes) order.line_bytes *= order.lines, order.lines = 1;
+        std::lock_guard<std::mutex> lock(mutex_);
+        const size_t index = order.chunk % cards_.size();
+        const Region& source = own_.at(from >> 48);
+        const Region& target = theirs_.at(order.peer << 16 | to >> 48);
+        order.from = source.address + (from & 0xffffffffffff), order.to = target.address + (to & 0xffffffffffff);
+        order.local_key = source.here[index]->lkey, order.remote_key = u32(target.there[index]);
+        order.card = cards_[index].get();
+        std::vector<Lane>& lanes = order.card->lanes(unsigned(order.peer));
+        order.lane = &lanes[order.chunk / cards_.size() % lanes.size()];
+        order.posted = 0;
+        order_ = order;
+        flight(number) = {order.peer, 1};
+        return true;
+    }
+
+    // As many lines as may be under way. Whether there were any.
+    bool post_lines() {
+        Order& order = order_;
+        const u64 immediates = order.card->efa ? 0 : 1;  // requests of their own
+        const u64 room = order.card->send_depth - *order.lane->under_way;
+        const u64 left = order.lines + immediates - order.posted;
+        const u64 count = std::min({left, room, u64(batch)});
+        if (count == 0) return false;
+        const u32 imm = htonl(u32(order.generation & 15) << chunk_bits | u32(order.chunk));
+        if (order.card->efa) post_srd(order, count, imm);
+        else post_rc(order, count, imm);
+        *order.lane->under_way += u32(count);
+        flight(order.number).left += count;
+        order.posted += count;
+        if (order.posted == order.lines + immediates) {
+            landed(order.number);
+            order.number = 0;
+        }
+        return true;
+    }
+
+    // Data, and then an immediate without any: a plain write behind the data may overtake it.
+    void post_rc(const Order& order, u64 count, u32 imm) {
+        ibv_send_wr requests[batch]{}, *bad = nullptr;
+        ibv_sge pieces[batch];
+        for (u64 i = 0; i < count; ++i) {
+            const u64 line = order.posted + i;
+            ibv_send_wr& request = requests[i];
+            request.wr_id = order.number;
+            request.next = i + 1 < count ? &requests[i + 1] : nullptr;
+            request.send_flags = IBV_SEND_SIGNALED;
+            request.wr.rdma.rkey = order.remote_key;
+            if (line == order.lines) {
+                request.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+                request.imm_data = imm;
+                request.wr.rdma.remote_addr = order.to;
+                continue;
+            }
+            pieces[i] = piece(order, line);
+            request.opcode = IBV_WR_RDMA_WRITE;
+            request.sg_list = &pieces[i], request.num_sge = 1;
+            request.wr.rdma.remote_addr = order.to + line * order.to_pitch;
+        }
+        const int problem = order.card->context->ops.post_send(order.lane->qp, requests, &bad);
+        if (problem) refuse(order.card->name + ": ibv_post_send", problem);
+    }
+
+    // Nothing is in order here: each write has the immediate, and they are counted.
+    void post_srd(const Order& order, u64 count, u32 imm) {
+        ibv_qp_ex* qp = library_.qp_to_qp_ex(order.lane->qp);
+        qp->wr_start(qp);
+        for (u64 i = 0; i < count; ++i) {
+            const u64 line = order.posted + i;
+            const ibv_sge from = piece(order, line);
+            qp->wr_id = order.number;
+            qp->wr_flags = IBV_SEND_SIGNALED;
+            qp->wr_rdma_write_imm(qp, order.remote_key, order.to + line * order.to_pitch, imm);
+            qp->wr_set_sge(qp, from.lkey, from.addr, from.length);
+            qp->wr_set_ud_addr(qp, order.lane->ah, order.lane->to_qp, order.lane->to_qkey);
+        }
+        if (const int problem = qp->wr_complete(qp)) refuse(order.card->name + ": ibv_wr_complete", problem);
+    }
+
+    static ibv_sge piece(const Order& order, u64 line) {
+        return {order.from + line * order.from_pitch, u32(order.line_bytes), order.local_key};
+    }
+
+    Flight& flight(u64 number) { return flights_[number % flights]; }
+
+    // One request of a command is over, or all of them are posted.
+    void landed(u64 number) {
+        if (--flight(number).left == 0) publish();
+    }
+
+    void publish() {
+        const u64 before = sent_;
+        while (sent_ < reader_->taken() && flight(sent_ + 1).left == 0) ++sent_;
+        if (sent_ > before) reader_->publish(sent_);
+    }
+
+    // --- in -----------------------------------------------------------------------------------------------------------
+
+    bool complete_some() {
+        bool busy = false;
+        for (size_t i = 0; i < cards_.size(); ++i) {
+            Card& card = *cards_[i];
+            ibv_wc done[batch];
+            const int count = card.context->ops.poll_cq(card.cq, batch, done);
+            if (count < 0) fail(i, 0, IBV_WC_GENERAL_ERR, 0);
+            for (int j = 0; j < count; ++j) complete(i, card, done[j]);
+            busy = busy || count > 0;
+        }
+        return busy;
+    }
+
+    void complete(size_t index, Card& card, const ibv_wc& done) {
+        Lane* lane = card.of(done.qp_num);
+        const bool receive = done.wr_id == Card::receive_id;
+        if (!receive && lane) --*lane->under_way;
+        if (failed_) return;
+        if (done.status != IBV_WC_SUCCESS) {
+            // Of a queue pair that failed, what it gives back says nothing.
+            if (done.status != IBV_WC_WR_FLUSH_ERR)
+                fail(index, receive ? 0 : flight(done.wr_id).peer, done.status, done.vendor_err);
+        } else if (receive) {
+            card.post_receives(lane->qp, 1);
+            arrive(index, ntohl(done.imm_data));
+        } else
+            landed(done.wr_id);
+    }
+
+    // A chunk is there when all its writes are, in whatever order they came.
+    void arrive(size_t index, u32 imm) {
+        const u64 place = imm & ((u32(1) << chunk_bits) - 1), bits = imm >> chunk_bits;
+        u64 generation = generation_;
+        if (place < shared_.size) {
+            generation = shared_.letters[bits % 2 * shared_.size + place].generation;
+        } else if (place >= 2 * shared_.size) {
+            const u64 chunk = place - 2 * shared_.size;
+            if (chunk >= chunks_ || came_[chunk] >= writes_[chunk]) return fail(index, 0, IBV_WC_BAD_RESP_ERR, place);
+            if (++came_[chunk] < writes_[chunk]) return;
+        }
+        if ((generation & 15) != bits || place >= shared_.arrivals) return fail(index, 0, IBV_WC_BAD_RESP_ERR, place);
+        store_release<Scope::system>(&shared_.arrived[place], generation << 32 | 1);
+    }
+
+    // --- failure ------------------------------------------------------------------------------------------------------
+
+    // The record first, then the abort words of all ranks.
+    void fail(size_t index, u64 peer, ibv_wc_status status, u64 detail) {
+        if (failed_) return;
+        failed_ = true;
+        HostPage* own = shared_.pages[shared_.rank];
+        Record& record = own->by_proxy;
+        record.reason = u64(Reason::network);
+        record.generation = generation_;
+        record.index = status;
+        record.peer = peer;
+        record.seen = detail;
+        snprintf(reinterpret_cast<char*>(own->card), sizeof own->card, "%s", cards_[index]->name.c_str());
+        store_release<Scope::system>(&record.written, 1);
+        for (u64 i = 0; i < shared_.size; ++i) {
+            u64* abort = &shared_.pages[(shared_.rank + i) % shared_.size]->abort;
+            if (load_relaxed(abort) == 0) store_release<Scope::system>(abort, (1 + shared_.rank) | u64(1) << 33);
+        }
+    }
+
+    void forget(Region& region) {
+        for (ibv_mr* mr : region.here) library_.dereg_mr(mr);
+        region.here.clear();
+    }
+
+    Library library_;
+    std::vector<std::unique_ptr<Card>> cards_;
+    std::mutex mutex_;  // of the regions
+    std::unordered_map<u64, Region> own_, theirs_;
+    Shared shared_{};
+    std::unique_ptr<CommandReader> reader_;
+    std::thread thread_;
+    std::atomic<bool> stop_{false};
+    bool failed_ = false;
+    Order order_;
+    u64 sent_ = 0;
+    Flight flights_[flights]{};
+    u64 generation_ = 0, chunks_ = 0;
+    const u64* writes_ = nullptr;
+    std::vector<u64> came_;
+};
+
+// What goes wrong is told as text.
+template <class Work>
+int told(char* text, u64 room, Work work) {
+    try {
+        work();
+        return 0;
+    } catch (const std::exception& problem) {
+        snprintf(text, room, "%s", problem.what());
+        return 1;
+    }
+}
+
+Proxy& of(void* network) { return *static_cast<Proxy*>(network); }
+
+}  // namespace
+
+// `names`: of cards, separated by commas. `links`: peers that will be connected.
+MK_EXPORT int network_open(void** network, const char* verbs, const char* efa, const char* names, u64 is_efa,
+                           u64 queue_pairs, u64 links, char* text, u64 room) {
+    return told(text, room, [&] {
+        if (queue_pairs < 1 || queue_pairs > most_queue_pairs) throw std::runtime_error("too many queue pairs");
+        *network = new Proxy(verbs, efa, names, is_efa, unsigned(queue_pairs), unsigned(links));
+    });
+}
+
+MK_EXPORT u64 network_address_bytes() { return sizeof(CardAddress); }
+
+// Per card, what a peer needs to be connected.
+MK_EXPORT int network_address(void* network, u64 peer, CardAddress* addresses, char* text, u64 room) {
+    return told(text, room, [&] {
+        for (auto& card : of(network).cards()) *addresses++ = card->address_for(unsigned(peer));
+    });
+}
+
+MK_EXPORT int network_connect(void* network, u64 peer, const CardAddress* addresses, char* text, u64 room) {
+    return told(text, room, [&] {
+        for (auto& card : of(network).cards()) card->connect(unsigned(peer), *addresses++);
+    });
+}
+
+// Memory that the cards may read and peers may write; per card, the key for peers.
+MK_EXPORT int network_register(void* network, u64 region, void* address, u64 bytes, u64* keys, char* text, u64 room) {
+    return told(text, room, [&] { of(network).enroll(region, address, bytes, keys); });
+}
+
+MK_EXPORT void network_unregister(void* network, u64 region) { of(network).forget(region); }
+
+MK_EXPORT void network_learn(void* network, u64 peer, u64 region, u64 address, const u64* keys) {
+    of(network).learn(peer, region, address, keys);
+}
+
+MK_EXPORT int network_start(void* network, const void* shared, char* text, u64 room) {
+    return told(text, room, [&] { of(network).start(*static_cast<const Shared*>(shared)); });
+}
+
+MK_EXPORT void* network_context(void* network, u64 card) { return of(network).cards().at(card)->context; }
+
+// Ends the thread, and then all that it used.
+MK_EXPORT void network_close(void* network) { delete static_cast<Proxy*>(network); }

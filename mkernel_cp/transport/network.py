@@ -1,0 +1,178 @@
+"""What a rank has of the network between nodes: cards, connections, registered memory, the proxy.
+
+The work is done by native/network.cpp; here it is set up, with bytes that the ranks exchange.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import compiler, errors, structs
+from . import soft
+from .queue import CommandQueue, lines
+
+_TEXT_BYTES = 1024
+# Of letters, the first words of a call; segments have lower numbers.
+LETTERS = 0xFFFF
+# Chunks that may come in one call.
+MOST_CHUNKS = 1 << 20
+_QUEUE_PAIRS = 2  # to each peer, on each card
+
+
+class _Shared(ctypes.Structure):
+    """``Shared`` of network.cpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in ("queue", "rank", "size", "arrived", "arrivals", "letters", "pages")
+    )
+
+
+class Network:
+    """The cards that a rank uses, and the proxy that works for its kernels.
+
+    Parameters
+    ----------
+    rank, size : int
+    links : sequence of int
+        The peers that it exchanges data with.
+    pages : sequence of int
+        Address of every rank's ``HostPage``.
+    transport : {'verbs', 'efa'}
+    cards : sequence of str
+    software : bool
+        Whether the cards are made of software.
+
+    Attributes
+    ----------
+    queue : CommandQueue
+        What kernels put their commands in.
+    arrived : numpy.ndarray
+        A signal per rank for its letter, one per rank for its receipt, and then one per chunk.
+    letters : numpy.ndarray
+        Bytes of ``Letter`` structs: that of this rank, then two of each rank, by generation, and
+        one that nobody reads.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no library or no such card.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        links: Sequence[int],
+        pages: Sequence[int],
+        *,
+        transport: str,
+        cards: Sequence[str],
+        software: bool,
+    ):
+        self._native = compiler.host_library(compiler.native_dir() / "network.cpp")
+        self._native.network_address_bytes.restype = ctypes.c_uint64
+        self._native.network_context.restype = ctypes.c_void_p
+        self.links, self.cards, self._software = tuple(links), tuple(cards), software
+        self.transport = transport
+        paths = (soft.path(),) * 2 if software else ("libibverbs.so.1", "libefa.so.1")
+        self._handle = ctypes.c_void_p()
+        self._call(
+            errors.ConfigurationError,
+            self._native.network_open,
+            ctypes.byref(self._handle),
+            *(path.encode() for path in paths),
+            ",".join(cards).encode(),
+            *map(ctypes.c_uint64, (transport == "efa", _QUEUE_PAIRS, len(links))),
+        )
+        self.queue = CommandQueue()
+        self.arrived = np.zeros(2 * size + MOST_CHUNKS, np.uint64)
+        letter = ctypes.sizeof(structs.shared().Letter)
+        self._raw_letters = lines((2 + 2 * size) * letter // 64)
+        self.letters = self._raw_letters.view(np.uint8).reshape(-1, letter)
+        self._pages = np.array(pages, np.uint64)
+        self._shared = _Shared(
+            queue=self.queue.address,
+            rank=rank,
+            size=size,
+            arrived=self.arrived.ctypes.data,
+            arrivals=len(self.arrived),
+            letters=self.letters[1:].ctypes.data,
+            pages=self._pages.ctypes.data,
+        )
+
+    def _call(self, error: type[errors.Error], function: Callable[..., int], *args: Any) -> None:
+        """Call a native function; raise what it says in words."""
+        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        if function(*args, text, ctypes.c_uint64(_TEXT_BYTES)):
+            raise error(text.value.decode(errors="replace"))
+
+    def addresses(self) -> dict[int, bytes]:
+        """Return, for each peer, what it needs to be connected."""
+        nbytes = len(self.cards) * self._native.network_address_bytes()
+        result = {}
+        for peer in self.links:
+            room = ctypes.create_string_buffer(nbytes)
+            self._call(
+                errors.NetworkError, self._native.network_address, self._handle, _u64(peer), room
+            )
+            result[peer] = room.raw
+        return result
+
+    def connect(self, addresses: Mapping[int, bytes]) -> None:
+        """Connect with all peers, by what they say of themselves."""
+        for peer, address in addresses.items():
+            self._call(
+                errors.NetworkError, self._native.network_connect, self._handle, _u64(peer), address
+            )
+
+    def register(self, number: int, address: int, nbytes: int) -> tuple[int, list[int]]:
+        """Let the cards read memory here, and peers write it; return what the peers must know."""
+        keys = (ctypes.c_uint64 * len(self.cards))()
+        self._call(
+            errors.NetworkError,
+            self._native.network_register,
+            *(self._handle, _u64(number), ctypes.c_void_p(address), _u64(nbytes), keys),
+        )
+        return address, list(keys)
+
+    def register_letters(self) -> tuple[int, list[int]]:
+        """Do so with the letters."""
+        return self.register(LETTERS, self.letters.ctypes.data, self.letters.nbytes)
+
+    def unregister(self, number: int) -> None:
+        """Take it back."""
+        self._native.network_unregister(self._handle, _u64(number))
+
+    def learn(self, number: int, places: Sequence[tuple[int, list[int]]]) -> None:
+        """Take note of what every rank has registered."""
+        for peer in self.links:
+            address, keys = places[peer]
+            given = (ctypes.c_uint64 * len(keys))(*keys)
+            self._native.network_learn(self._handle, _u64(peer), _u64(number), _u64(address), given)
+
+    def start(self) -> None:
+        """Start the proxy."""
+        shared = ctypes.byref(self._shared)
+        self._call(errors.OutOfMemoryError, self._native.network_start, self._handle, shared)
+
+    def counters(self) -> tuple[int, int, int, int]:
+        """Return what the cards have counted: bytes out and in, messages out and in."""
+        if not self._software:
+            raise errors.ConfigurationError("only network cards made of software are counted here")
+        contexts = (
+            self._native.network_context(self._handle, _u64(card))
+            for card in range(len(self.cards))
+        )
+        return tuple(map(sum, zip(*map(soft.counters, contexts), strict=True)))
+
+    def close(self) -> None:
+        """Stop the proxy and let go of the cards."""
+        handle, self._handle = self._handle, None
+        if handle:
+            self._native.network_close(handle)
+
+
+_u64 = ctypes.c_uint64

@@ -1,0 +1,58 @@
+"""The queue in which kernels put what the proxy is to do, in host memory."""
+
+import ctypes
+
+import numpy as np
+
+from .. import structs
+
+_LINE = 64
+
+
+class CommandQueue:
+    """Room for commands, and the counts by which their writers and the proxy agree.
+
+    Parameters
+    ----------
+    capacity : int
+        Commands that may be under way.
+
+    Attributes
+    ----------
+    address : int
+        Of the ``CommandQueue`` struct of types.cuh.
+    struct : ctypes.Structure
+        That itself.
+    slots : numpy.ndarray
+        The words of the commands.
+    """
+
+    def __init__(self, capacity: int = 1024):
+        mk = structs.shared()
+        self.slots = lines(capacity)
+        self._counts = lines(4)
+        counts = (self._counts.ctypes.data + i * _LINE for i in range(4))
+        self.struct = mk.CommandQueue(self.slots.ctypes.data, capacity, *counts)
+        self.address = ctypes.addressof(self.struct)
+
+    @property
+    def tickets(self) -> int:
+        """How many commands kernels have put in."""
+        return int(self._counts[0, 0])
+
+    @property
+    def taken(self) -> int:
+        """How many of them have left their slots."""
+        return int(self._counts[2, 0])
+
+    @property
+    def sent(self) -> int:
+        """How many of them, from the first on, are sent."""
+        return int(self._counts[3, 0])
+
+
+def lines(count: int) -> np.ndarray:
+    """Return cache lines of zeros."""
+    raw = np.zeros(count * _LINE + _LINE, np.uint8)
+    start = -raw.ctypes.data % _LINE
+    return raw[start : start + count * _LINE].view(np.uint64).reshape(count, -1)

@@ -1,0 +1,34 @@
+"""The network card made of software: a libibverbs and libefa of our own, compiled at first use."""
+
+import ctypes
+
+from .. import compiler, settings
+from ..errors import ConfigurationError
+
+VERBS_CARDS = ("soft0", "soft1")
+EFA_CARDS = ("soft_efa0", "soft_efa1")
+
+
+def path() -> str:
+    """Return the path of the library, to be opened in place of libibverbs.so.1 and libefa.so.1."""
+    return str(compiler.host_library_path(compiler.native_dir() / "soft.cpp"))
+
+
+def configure(fabric: settings.SoftFabric) -> None:
+    """Set what the cards of this process are to do; counts of messages begin anew."""
+    library = compiler.host_library(compiler.native_dir() / "soft.cpp")
+    rate = ctypes.c_double((fabric.rate or 0.0) * 1e9)
+    fault = fabric.fault.encode() if fabric.fault else None
+    if library.soft_configure(rate, ctypes.c_uint64(fabric.seed & (2**64 - 1)), fault):
+        raise ConfigurationError(
+            f"fault={fabric.fault}: not allowed; use down@N, error@N or drop@N, where N counts the "
+            "messages of a process from 1 on, or refuse (memory cannot be registered)"
+        )
+
+
+def counters(context: int) -> tuple[int, int, int, int]:
+    """Return bytes sent, bytes received, messages sent and messages received by an open card."""
+    four = (ctypes.c_uint64 * 4)()
+    library = compiler.host_library(compiler.native_dir() / "soft.cpp")
+    library.soft_counters(ctypes.c_void_p(context), four)
+    return tuple(four)

@@ -1,0 +1,34 @@
+"""Ranks on virtual nodes, their proxies and the software network card as threads of one process.
+
+Arguments: kernels folder or '-'.
+"""
+
+import sys
+
+import numpy as np
+import worlds
+
+import mkernel_cp as mk
+from mkernel_cp import compiler
+
+COUNTS = (33, 7, 0, 70)
+
+
+def program(comm, lanes):
+    rng = np.random.default_rng(comm.rank)
+    k, n = 75, 20
+    a, b = comm.empty((COUNTS[comm.rank], k), np.float32), np.empty((k, n), np.float32)
+    options = mk.Options((1, 1), chunk_bytes=3000)
+    step = mk.AllGatherGemm(a, b, comm=comm, row_counts=COUNTS, options=options)
+    worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000,) * 4)
+    for _ in range(5):
+        a[...], b[...] = rng.standard_normal(a.shape), rng.standard_normal(b.shape)
+        blocks = comm.agree("blocks", lambda: np.array(a))
+        if not np.allclose(step(a, b), np.vstack(blocks) @ b, atol=1e-4):
+            raise SystemExit("wrong result")
+
+
+with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):
+    for lanes, nodes, transport in ((1, (2, 2), "verbs"), (2, (1, 2, 1), "efa"), (1, 4, "efa")):
+        worlds.run(len(COUNTS), program, lanes, nodes=nodes, transport=transport)
+print("all right")
