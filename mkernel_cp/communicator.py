@@ -1228,9 +1228,14 @@ def _nics(nics: Any) -> tuple[str, ...] | None:
 
 
 def _nodes(nodes: Any, size: int) -> tuple[int, ...]:
-    nodes = settings.nodes() if nodes is None else nodes
     if nodes is None:
-        return (size,)
+        nodes = settings.nodes()
+        if nodes is None:
+            return (size,)
+        try:
+            return _nodes(nodes, size)
+        except ValueError as error:
+            raise errors.ConfigurationError(f"MKERNEL_NODES: {error}") from None
     if isinstance(nodes, int | np.integer):
         if not 1 <= nodes <= size:
             raise ValueError(f"nodes={nodes}: not allowed; use 1 to {size}, the number of ranks")

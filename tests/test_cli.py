@@ -389,12 +389,12 @@ def test_an_interrupt_is_quiet():
 
 @pytest.mark.mpi
 def test_a_wrong_setting_and_an_unknown_one_are_told_once():
-    env = {"MKERNEL_NODES": "2", "MKERNEL_NODE": "2"}
+    env = {"MKERNEL_NODES": "3", "MKERNEL_NODE": "2"}
     done = mpirun(2, "-m", "mkernel_cp", "demo", env=env)
     assert done.returncode == 1
     unknown, refusal = done.stderr.splitlines()
     assert unknown.startswith("mkernel_cp: unknown environment variable MKERNEL_NODE:")
-    assert refusal.startswith("mkernel_cp: ConfigurationError: 2 ranks are on more than one node")
+    assert "ConfigurationError: rank 0: MKERNEL_NODES: nodes=3: not allowed; use 1 to 2" in refusal
 
 
 # --- doctor ---------------------------------------------------------------------------------------

@@ -359,6 +359,7 @@ def check_weights(weights: np.ndarray, dtype: np.dtype, tokens: int, slots: int)
 
 
 def _shadows(rows: Any, topk_weight: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
+    comm.refuse_nodes("moe_combine()")
     if comm.target == "cuda":
         raise errors.ConfigurationError(
             "moe_combine does not run on GPUs yet: use Communicator(target='host')"

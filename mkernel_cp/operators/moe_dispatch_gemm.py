@@ -427,6 +427,7 @@ class _Spec:
 
 
 def _shadows(x: Any, topk_idx: Any, w: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
+    comm.refuse_nodes("moe_dispatch_gemm()")
     if comm.target == "cuda":
         raise errors.ConfigurationError(
             "moe_dispatch_gemm does not run on GPUs yet: use Communicator(target='host')"

@@ -442,6 +442,7 @@ class _Spec:
 
 
 def _shadows(arrays: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
+    comm.refuse_nodes("moe_layer()")
     if comm.target == "cuda":
         raise errors.ConfigurationError(
             "moe_layer does not run on GPUs yet: use Communicator(target='host')"
