@@ -109,17 +109,21 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    operator = operators.add_parser(
-        "allgather-gemm",
-        help="its tiles, movers and chunks",
-        description="Measure tiles, movers and chunks for some shapes. What is faster than the "
-        "cost model's choices is kept for later calls on such GPUs with as many ranks.",
-    )
-    _add_measured(operator)
-    operator.add_argument(
-        "--output", metavar="PATH", help="the table (default: beside the cache of compiled code)"
-    )
-    operator.set_defaults(program=tune.allgather_gemm)
+    for name, (what, _) in _MEASURED.items():
+        operator = operators.add_parser(
+            name,
+            help="its tiles, movers and chunks",
+            description=f"Measure plans of {what} that differ in tiles, movers and chunks. What is "
+            "faster than the cost model's choices is kept for later calls on such GPUs with as "
+            "many ranks.",
+        )
+        _add_measured(operator)
+        operator.add_argument(
+            "--output",
+            metavar="PATH",
+            help="the table (default: beside the cache of compiled code)",
+        )
+        operator.set_defaults(program=tune.tune)
 
     command = commands.add_parser(
         "compile", help="compile the kernels for a GPU ahead of a job; needs no GPU"

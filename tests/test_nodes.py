@@ -142,7 +142,10 @@ def test_what_works_within_one_node_only_says_so():
         "gemm_reduce_scatter": lambda comm: mk.gemm_reduce_scatter(A, B, comm=comm),
         "gemm_allreduce": lambda comm: mk.gemm_allreduce(A, B, comm=comm),
         "ring_attention": lambda comm: mk.ring_attention(*[np.ones((1, 4, 2, 8))] * 3, comm=comm),
+        "moe_dispatch_gemm": lambda comm: mk.moe_dispatch_gemm(A, one, B[None], comm=comm),
+        "moe_layer": lambda comm: mk.moe_layer(A, one, one * 1.0, B[None], B.T[None], comm=comm),
     }
+    one = np.zeros((len(A), 1), np.int32)
 
     def program(comm, call):
         call(comm)

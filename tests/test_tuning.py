@@ -102,6 +102,21 @@ def test_calls_take_what_was_measured(own_table):
     worlds.run(2, program)
 
 
+@pytest.mark.parametrize("kind", [mk.GemmReduceScatter, mk.GemmAllReduce])
+def test_sums_take_what_was_measured(kind, own_table):
+    measured = replace(ENTRY, operator=kind.function, m=1024, n=512, chunk_bytes=None)
+    tuning.keep(own_table, [measured])
+
+    def program(comm):
+        a, b = np.ones((1024, 3 + comm.rank), np.float32), np.ones((3 + comm.rank, 512), np.float32)
+        with kind(a, b, comm=comm) as step:
+            assert step.plan.tile[:2] == ENTRY.tile[:2]
+            assert step.plan.split[0] == ENTRY.movers
+            np.testing.assert_array_equal(step(a, b), 7)
+
+    worlds.run(2, program)
+
+
 def test_all_ranks_take_what_rank_0_knows(own_table, monkeypatch):
     """A table may differ from host to host."""
     reads = []
@@ -122,8 +137,9 @@ def test_a_faulty_table_is_told_on_all_ranks(own_table):
     assert mk.LocalWorld(2).run(main) == [True] * 2
 
 
+@pytest.mark.parametrize("operator", tuner.OPERATORS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_fastest_choices_are_found(size, monkeypatch):
+def test_the_fastest_choices_are_found(operator, size, monkeypatch):
     """With times that a test has made up."""
 
     def interleaved(comm, clock, gate, calls):
@@ -134,15 +150,16 @@ def test_the_fastest_choices_are_found(size, monkeypatch):
     monkeypatch.setattr(tuner.timing, "interleaved_ms", interleaved)
 
     def program(comm):
-        with tuner.Tuner.opened(comm, np.dtype(np.float16)) as one:
-            return one.tune(200, 70, 90)
+        with tuner.Tuner.opened(comm, operator, np.dtype(np.float16)) as one:
+            return one.tune(600, 70, 900)
 
     entries = worlds.run(size, program)
     assert entries == entries[:1] * size
     assert entries[0].tile == (32, 32, 64)
     assert (entries[0].ms, entries[0].model_ms) == (1.0, 2.0)
     assert entries[0].movers is None
-    assert len(measured) == (4 if size > 1 else 2) * size
+    rounds = {1: 2, 2: 4 if operator == "allgather_gemm" else 3}
+    assert len(measured) == rounds[size] * size
 
 
 def test_nothing_is_kept_for_a_small_gain(monkeypatch):
@@ -152,7 +169,7 @@ def test_nothing_is_kept_for_a_small_gain(monkeypatch):
     monkeypatch.setattr(tuner.timing, "interleaved_ms", interleaved)
 
     def program(comm):
-        with tuner.Tuner.opened(comm, np.dtype(np.float64)) as one:
+        with tuner.Tuner.opened(comm, "allgather_gemm", np.dtype(np.float64)) as one:
             return one.tune(200, 70, 90)
 
     (entry,) = worlds.run(1, program)
@@ -160,10 +177,11 @@ def test_nothing_is_kept_for_a_small_gain(monkeypatch):
     assert entry.ms == entry.model_ms == 1.0
 
 
-def test_the_command_fills_a_table(tmp_path):
+@pytest.mark.parametrize("operator", ["allgather-gemm", "gemm-allreduce"])
+def test_the_command_fills_a_table(operator, tmp_path):
     path = tmp_path / "table.json"
-    words = "tune", "allgather-gemm", "--quick", "--output", path
+    words = "tune", operator, "--quick", "--output", path
     done = mpirun(2, "-m", "mkernel_cp", *words, env={"MKERNEL_TARGET": "host"})
     assert done.returncode == 0, done.stderr
-    assert "96 x 80 x 40" in done.stdout
+    assert f"{operator.replace('-', '_')} " in done.stdout
     assert json.loads(path.read_text())[0]["ranks"] == 2

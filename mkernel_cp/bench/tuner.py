@@ -13,11 +13,17 @@ from .. import tuning
 from ..communicator import Communicator
 from ..errors import Error
 from ..operators.allgather_gemm import AllGatherGemm
+from ..operators.gemm import GemmOperator
+from ..operators.gemm_allreduce import GemmAllReduce
+from ..operators.gemm_reduce_scatter import GemmReduceScatter
 from ..plan import Options
 from . import timing
 from .data import normal
 from .timing import Call
 
+OPERATORS: dict[str, type[GemmOperator]] = {
+    kind.function: kind for kind in (AllGatherGemm, GemmReduceScatter, GemmAllReduce)
+}
 _WORTHWHILE = 0.98  # of the time that the cost model's choices take
 _SETS = 3  # of operands, used in turn: what the call before has left in a cache is of no use
 
@@ -33,29 +39,32 @@ _CHUNK_BYTES = tuple(1 << power for power in (14, 15, 16, 17, 18))
 
 @dataclass(frozen=True, eq=False)
 class _Operands:
-    own: Any
+    a: Any
     b: Any
     out: Any
 
 
 class Tuner:
-    """Measures the choices of `allgather_gemm`. Collective, like its calls; `opened` makes one.
+    """Measures the choices of an operator. Collective, like its calls; `opened` makes one.
 
     It forgets what the communicator knows of earlier measurements.
     """
 
-    def __init__(self, comm: Communicator, clock: Any, gate: timing.Gate, dtype: np.dtype):
-        self._comm, self._clock, self._gate, self._dtype = comm, clock, gate, dtype
+    def __init__(
+        self, comm: Communicator, clock: Any, gate: timing.Gate, operator: str, dtype: np.dtype
+    ):
+        self._comm, self._clock, self._gate = comm, clock, gate
+        self._operator, self._dtype = operator, dtype
         self._numpy = np if comm.target == "host" else importlib.import_module("cupy")
         comm.tuning = tuning.Table()
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, comm: Communicator, dtype: np.dtype) -> Iterator["Tuner"]:
-        """Give the tuner of a communicator, for operands of one dtype."""
+    def opened(cls, comm: Communicator, operator: str, dtype: np.dtype) -> Iterator["Tuner"]:
+        """Give the tuner of an operator on a communicator, for operands of one dtype."""
         clock = timing.clock_for(comm)
         with clock.stream(), contextlib.closing(timing.Gate(comm)) as gate:
-            yield cls(comm, clock, gate, dtype)
+            yield cls(comm, clock, gate, operator, dtype)
 
     def tune(self, m: int, k: int, n: int) -> tuning.Entry:
         """Return the fastest choices for a shape.
@@ -66,16 +75,18 @@ class Tuner:
         Parameters
         ----------
         m : int
-            Rows of A, of all ranks together; they are split as by `numpy.array_split`.
+            Rows of A, or of the sum, of all ranks together: split as by `numpy.array_split`.
         k : int
+            Of a sum, the terms of each rank.
         n : int
             Columns of each rank's B.
         """
+        gathers = self._operator == "allgather_gemm"
         self._counts = self._comm.row_counts(m)
         self._sets = [self._operands(m, k, n, seed) for seed in range(_SETS)]
         with self._step(Options()) as step:
             model, engine = _freed(step.plan.options), step.plan.engine
-            expected = step(self._sets[0].own, self._sets[0].b)
+            expected = step(self._sets[0].a, self._sets[0].b)
         self._expected = expected.view(f"u{self._dtype.itemsize}")
         best = self._fastest(
             [model, *(Options(tile=tile, chunk_bytes=model.chunk_bytes) for tile in _TILES[engine])]
@@ -83,12 +94,13 @@ class Tuner:
         if self._comm.size > 1:
             movers = [replace(best, split=(count, None)) for count in _MOVERS[engine]]
             best = self._fastest([best, *movers])
+        if self._comm.size > 1 and gathers:
             best = self._fastest([best, *(replace(best, chunk_bytes=b) for b in _CHUNK_BYTES)])
         times = self._measure([model, best])
         if times[best] > _WORTHWHILE * times[model]:
             best = model
         return tuning.Entry(
-            operator="allgather_gemm",
+            operator=self._operator,
             card=tuning.card_of(self._comm.device),
             dtype=self._dtype.name,
             ranks=self._comm.size,
@@ -119,18 +131,17 @@ class Tuner:
             times = timing.interleaved_ms(self._comm, self._clock, self._gate, calls)
         return {names[name]: ms for name, ms in times.items()}
 
-    def _step(self, options: Options) -> AllGatherGemm:
-        one = self._sets[0]
-        return AllGatherGemm(
-            one.own, one.b, comm=self._comm, row_counts=self._counts, options=options
-        )
+    def _step(self, options: Options) -> Any:
+        one, kind = self._sets[0], OPERATORS[self._operator]
+        more = {} if kind is GemmAllReduce else {"row_counts": self._counts}
+        return kind(one.a, one.b, comm=self._comm, options=options, **more)
 
-    def _checked(self, step: AllGatherGemm) -> Call:
+    def _checked(self, step: Any) -> Call:
         """Return what makes calls of a plan; Error if its result is another than the model's."""
 
         def call(number: int) -> Any:
             one = self._sets[number % _SETS]
-            return step(one.own, one.b, out=one.out)
+            return step(one.a, one.b, out=one.out)
 
         self._comm.machine.fill(self._sets[0].out, np.nan)
         found = self._numpy.asarray(call(0)).view(self._expected.dtype)
@@ -140,11 +151,13 @@ class Tuner:
 
     def _operands(self, m: int, k: int, n: int, seed: int) -> _Operands:
         comm, what = self._comm, (self._numpy, self._dtype)
-        own = comm.empty((self._counts[comm.rank], k), self._dtype)
+        own, gathers = self._counts[comm.rank], self._operator == "allgather_gemm"
+        a = comm.empty((own if gathers else m, k), self._dtype)
         seed = 2 * (seed * comm.size + comm.rank)
-        comm.machine.copy(own, normal(*what, seed, own.shape))
-        out = comm.machine.empty((m, n), self._dtype)
-        return _Operands(own, normal(*what, seed + 1, (k, n)), out)
+        comm.machine.copy(a, normal(*what, seed, a.shape))
+        rows = own if self._operator == "gemm_reduce_scatter" else m
+        out = comm.machine.empty((rows, n), self._dtype)
+        return _Operands(a, normal(*what, seed + 1, (k, n)), out)
 
 
 def _freed(options: Options) -> Options:

@@ -6,19 +6,20 @@ from pathlib import Path
 import numpy as np
 
 from .. import tuning
-from ..bench.allgather_gemm import QUICK_SHAPES, SHAPES
 from ..bench.tuner import Tuner
 from ..communicator import Communicator
 from ..plan import Options
+from .bench import BENCHES
 from .job import together
 
 
-def allgather_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
-    """Measure `allgather_gemm`, print what is fastest and keep it in a table."""
+def tune(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Measure an operator, print what is fastest and keep it in a table."""
+    kind = BENCHES[arguments.operator]
     path = Path(arguments.output or tuning.own_path())
     together(comm, "to look at the table", lambda: comm.rank == 0 and tuning.read(path))
-    shapes = arguments.shape or (QUICK_SHAPES if arguments.quick else SHAPES)[comm.target]
-    with Tuner.opened(comm, np.dtype(arguments.dtype)) as tuner:
+    shapes = arguments.shape or (kind.quick_shapes if arguments.quick else kind.shapes)[comm.target]
+    with Tuner.opened(comm, kind.operator, np.dtype(arguments.dtype)) as tuner:
         for m, k, n in shapes:
             entry = tuner.tune(m, k, n)
             together(comm, "to keep it", lambda e=entry: comm.rank == 0 and tuning.keep(path, [e]))

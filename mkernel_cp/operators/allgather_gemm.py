@@ -92,9 +92,7 @@ class _Spec(GemmSpec):
         super().__init__(a, b, dtype, options)
         self.row_counts = operands.counts("row_counts", row_counts, len(a), comm.rank, comm.size)
         self.out_shape = (sum(self.row_counts), self.n)
-        self.options = comm.tuning.fill(
-            self.options, "allgather_gemm", self.dtype.name, self.out_shape[0], self.k, self.n
-        )
+        self._take_measured(comm, "allgather_gemm")
 
 
 class AllGatherGemm(GemmOperator):

@@ -108,6 +108,7 @@ class GemmAllReduce(ReductionOperator):
         def __init__(self, a, b, comm, dtype, options):
             super().__init__(a, b, comm, dtype, options)
             self.out_shape = (self.a_rows, self.n)
+            self._take_measured(comm, "gemm_allreduce")
 
     def __init__(
         self,

@@ -112,6 +112,7 @@ class GemmReduceScatter(ReductionOperator):
         def __init__(self, a, b, comm, row_counts, dtype, options):
             super().__init__(a, b, comm, dtype, options, row_counts)
             self.out_shape = (self.row_counts[comm.rank], self.n)
+            self._take_measured(comm, "gemm_reduce_scatter")
 
     def __init__(
         self,
