@@ -53,7 +53,7 @@ class Network:
         A signal per rank for its letter, one per rank for its receipt, and then one per chunk.
     letters : numpy.ndarray
         Bytes of ``Letter`` structs: that of this rank, then two of each rank, by generation, and
-        one that nobody reads.
+        one that nobody reads, and a blank one.
 
     Raises
     ------
@@ -90,7 +90,7 @@ class Network:
         self.queue = CommandQueue()
         self.arrived = np.zeros(2 * size + MOST_CHUNKS, np.uint64)
         letter = ctypes.sizeof(structs.shared().Letter)
-        self._raw_letters = lines((2 + 2 * size) * letter // 64)
+        self._raw_letters = lines((3 + 2 * size) * letter // 64)
         self.letters = self._raw_letters.view(np.uint8).reshape(-1, letter)
         self._pages = np.array(pages, np.uint64)
         self._shared = _Shared(

@@ -21,7 +21,7 @@ public:
         const Completed written = Writes().complete(launch_.agent());
         channel_.enter(writes, chunks);
         for (u64 i = 0; i < network_.gateway_count; ++i)
-            post(network_.gateways[i], launch_.rank(), letter_of(launch_.rank()), written);
+            post(network_.gateways[i], launch_.rank(), 0, letter_of(launch_.rank()), written);
         return written;
     }
 
@@ -37,7 +37,8 @@ public:
 
     // Lets a rank go that has sent something here.
     MK_DEVICE void send_receipt(u64 to, Completed here) {
-        if (launch_.live()) post(to, launch_.size() + launch_.rank(), 1 + 2 * launch_.size(), here);
+        const u64 unread = 1 + 2 * launch_.size(), blank = unread + 1;
+        if (launch_.live()) post(to, launch_.size() + launch_.rank(), blank, unread, here);
     }
 
     // All that was sent to a rank has been read here, then, and may be overwritten.
@@ -48,13 +49,13 @@ public:
     }
 
 private:
-    // In what a rank has for letters: its own, two of each rank, and room for receipts, which nobody reads.
+    // In what a rank has for letters: its own, two of each rank, room for receipts, which nobody reads, and a blank one.
     MK_DEVICE u64 letter_of(u64 rank) const { return 1 + launch_.generation() % 2 * launch_.size() + rank; }
 
-    // This rank's letter; as a receipt it only has to arrive.
-    MK_DEVICE void post(u64 to, u64 number, u64 place, Completed written) {
+    // A letter; as a receipt it only has to arrive.
+    MK_DEVICE void post(u64 to, u64 number, u64 from, u64 place, Completed written) {
         const u64 size = sizeof(Letter), region = network_.region;
-        channel_.post({to, number, {region, 0}, {region, place * size}, size, size, 1, size}, written);
+        channel_.post({to, number, {region, from * size}, {region, place * size}, size, size, 1, size}, written);
     }
 
     Launch& launch_;
@@ -78,6 +79,7 @@ public:
             const u64 gateway = network_.gateways[i];
             if (launch_.await_call(gateway, message.digest)) send_rows(gateway, message, written);
         }
+        mail_.channel().flush();  // a card may read again what has arrived already, until it says that it was sent
         for (u64 i = 0; i < network_.gateway_count; ++i) mail_.await_receipt(network_.gateways[i]);
         for (u64 i = 1; i < launch_.node().size; ++i) launch_.have_read(launch_.neighbour(i), launch_.readers());
     }

@@ -149,7 +149,7 @@ struct Network {
     u64* links;
     u64* holders;     // [rank]: who of this node has what it sends: itself, or its gateway
     u64* arrived;     // signals, raised by the proxy: [rank] its letter, [size + rank] its receipt, [2 size + chunk]
-    Letter* letters;  // that of this rank, then [generation % 2][rank] of the others, and one that nobody reads
+    Letter* letters;  // that of this rank, then [generation % 2][rank] of the others, one that nobody reads, a blank one
     u64 region;       // in which letters lie
 };
 
