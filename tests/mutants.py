@@ -188,8 +188,14 @@ MUTANTS = {
     ),
     "source of another rank": Mutant(
         H + "schedule.cuh",
-        "return {source_, block(first",
-        "return {ring_, block(first",
+        "if (behind < 0) return {source_, rows, columns};",
+        "if (behind < 0) return {u64(step_), rows, columns};",
+    ),
+    "halves of a tile": Mutant(
+        H + "schedule.cuh",
+        "behind % 2 ? Range{middle",
+        "behind % 3 ? Range{middle",
+        ("test_emulated_gemm.py::test_halved_tiles",),
     ),
     "there and back": Mutant(
         H + "schedule.cuh",
