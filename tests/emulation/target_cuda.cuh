@@ -131,21 +131,41 @@ struct Thread {
     Groups copies, products, reads, stores;  // into shared memory; of a warpgroup; out of shared memory, in two steps
 };
 
+class Block;
+
+// Blocks that load for each other and wait for each other; the last of them forgets it.
+struct Cluster {
+    std::map<u32, Block*> blocks;  // by rank, of those that have begun
+    std::atomic<u64> met{0}, busy_ns{0};
+
+    // Of the blocks of a launch from `first` on.
+    static std::shared_ptr<Cluster> of(const host::Team* first) {
+        static std::map<const host::Team*, std::weak_ptr<Cluster>> all;
+        std::lock_guard<std::mutex> lock(mutex());
+        auto found = all[first].lock();
+        if (!found) all[first] = found = std::make_shared<Cluster>();
+        return found;
+    }
+    static std::mutex& mutex() {
+        static std::mutex one;
+        return one;
+    }
+};
+
 class Block {
 public:
-    Block(u32 threads, u32 cluster) : threads_(threads), warps_(threads / 32), cluster_(cluster) {
+    Block(u32 threads, u32 size)
+        : threads_(threads), warps_(threads / 32), cluster_size_(size),
+          cluster_(Cluster::of(host::here().team - host::here().team->index % size)) {
         const Scratch scratch = host::here().team->scratch;
         shared_bytes_ = scratch.bytes;
         memory_.reset(new u8[scratch.bytes + 8192]);
         std::memset(memory_.get(), 0xff, scratch.bytes + 8192);
         // Not at a multiple of more than Python may expect.
         shared_ = memory_.get() + (4096 - u64(memory_.get()) % 4096) % 4096 + 1024;
-        std::lock_guard<std::mutex> lock(all_mutex());
-        all_blocks()[host::here().team] = this;
-    }
-    ~Block() {
-        std::lock_guard<std::mutex> lock(all_mutex());
-        all_blocks().erase(host::here().team);
+        cluster_->busy_ns = host::now_ns();
+        std::lock_guard<std::mutex> lock(Cluster::mutex());
+        cluster_->blocks[rank()] = this;
     }
 
     void run(Work body) {
@@ -170,11 +190,11 @@ public:
                 if (threads_[thread_].done) --left, ++events_;
             }
             idle = events_ == before ? idle + 1 : 0;
-            if (idle == 0) busy_ns_ = host::now_ns();
+            if (idle == 0) cluster_->busy_ns = host::now_ns();
             // Many rounds without any event: all wait for the copies, or for a neighbour in the cluster.
             if (!under_way_.empty() && (random(8) == 0 || idle > 4 * warps_.size())) do_one();
             else if (idle > 100 * warps_.size()) {
-                if (nobody_is_busy()) stop("its threads wait for each other");
+                if (host::now_ns() - cluster_->busy_ns > longest_wait_ns) stop("its threads wait for each other");
                 host::host_pause(u32(idle));
             }
         }
@@ -239,10 +259,10 @@ public:
 
     // --- clusters: blocks whose indices follow each other
 
-    u32 rank() const { return host::here().team->index % cluster_; }
+    u32 rank() const { return host::here().team->index % cluster_size_; }
     Block& neighbour(u32 rank) const {
-        std::lock_guard<std::mutex> lock(all_mutex());
-        return *all_blocks().at(host::here().team - this->rank() + rank);
+        std::lock_guard<std::mutex> lock(Cluster::mutex());
+        return *cluster_->blocks.at(rank);
     }
     // The same place in the neighbour's shared memory.
     template <class Value>
@@ -251,41 +271,16 @@ public:
     }
     void sync_cluster() {
         sync();
-        if (cluster_ == 1) return;
+        if (cluster_size_ == 1) return;
         if (thread_ == 0) {
-            wait([&] { return present(); });
-            std::atomic<u64>& met = neighbour(0).met_;
-            const u64 goal = (met++ / cluster_ + 1) * cluster_;
-            wait([&] { return met >= goal; });
+            const u64 goal = (cluster_->met++ / cluster_size_ + 1) * cluster_size_;
+            wait([&] { return cluster_->met >= goal; });
         }
         sync();
     }
 
 private:
     static constexpr u64 stack_bytes = 1 << 16, longest_wait_ns = 10'000'000'000;
-
-    static std::mutex& all_mutex() {
-        static std::mutex one;
-        return one;
-    }
-    static std::map<const host::Team*, Block*>& all_blocks() {
-        static std::map<const host::Team*, Block*> all;
-        return all;
-    }
-    bool nobody_is_busy() const {
-        std::lock_guard<std::mutex> lock(all_mutex());
-        for (u32 i = 0; i < cluster_; ++i) {
-            const auto block = all_blocks().find(host::here().team - rank() + i);
-            if (block == all_blocks().end() || host::now_ns() - block->second->busy_ns_ < longest_wait_ns) return false;
-        }
-        return true;
-    }
-    bool present() const {
-        std::lock_guard<std::mutex> lock(all_mutex());
-        for (u32 i = 0; i < cluster_; ++i)
-            if (!all_blocks().count(host::here().team - rank() + i)) return false;
-        return true;
-    }
 
     static void enter() {
         Block& block = *current();
@@ -306,9 +301,9 @@ private:
 
     std::vector<Thread> threads_;
     std::vector<Warp> warps_;
-    u32 cluster_;
+    u32 cluster_size_;
+    std::shared_ptr<Cluster> cluster_;
     Meeting all_, named_[16];
-    std::atomic<u64> met_{0}, busy_ns_{host::now_ns()};
     std::vector<Work> under_way_;
     ucontext_t scheduler_;
     Work body_;
