@@ -65,6 +65,7 @@ struct Lane {
     Simulator* simulator;
     ucontext_t context;
     bool finished;
+    u64 idle_round;  // in which it has waited
 };
 
 inline Lane*& here_pointer() {
@@ -102,6 +103,7 @@ public:
             lane.random = launch.seed ? next_random(state) | 1 : 0;
             lane.simulator = simulator;
             lane.finished = false;
+            lane.idle_round = 0;
         }
     }
     std::vector<Lane>& lanes() { return lanes_; }
@@ -243,7 +245,7 @@ public:
             if (stopped || runnable_[chosen]->lane->finished) {
                 std::swap(runnable_[chosen], runnable_.back());
                 runnable_.pop_back();
-                idle_turns_ = 0;
+                go_on();
                 if (!stopped && --ranks_[rank].running == 0) end_launch(rank);
             }
             ++simulation_.steps;
@@ -257,7 +259,8 @@ public:
     u64 now_ns() const { return time_ns_; }
 
     void take_turns(bool waiting) {
-        idle_turns_ = waiting ? idle_turns_ + 1 : 0;
+        if (!waiting) go_on();
+        else if (here().idle_round != round_) here().idle_round = round_, ++idle_;
         swapcontext(&here().context, &scheduler_);
     }
 
@@ -322,10 +325,14 @@ private:
         here_pointer() = nullptr;
     }
 
+    void go_on() { ++round_, idle_ = 0, leap_ns_ = 1000; }
+
+    // It leaps when all have waited since the last one got any further, and then all have to wait again.
     void advance_clock() {
         time_ns_ += 100;
-        if (idle_turns_ <= 4 * runnable_.size()) leap_ns_ = 1000;
-        else time_ns_ += leap_ns_ = leap_ns_ < 1000000000 ? 2 * leap_ns_ : leap_ns_;
+        if (idle_ < runnable_.size()) return;
+        time_ns_ += leap_ns_ = leap_ns_ < 1000000000 ? 2 * leap_ns_ : leap_ns_;
+        ++round_, idle_ = 0;
     }
 
     Entry entry_;
@@ -335,7 +342,7 @@ private:
     std::vector<Rank> ranks_;
     u64 time_ns_ = 1;
     u64 leap_ns_ = 1000;
-    u64 idle_turns_ = 0;
+    u64 round_ = 1, idle_ = 0;  // lanes that have waited in this round
     ucontext_t scheduler_;
     std::vector<Fiber*> runnable_;
 };
@@ -363,7 +370,7 @@ inline void interleave() {
 }
 
 inline void Team::barrier() {
-    interleave();  // an arrival is progress: in a simulation, not all are waiting
+    interleave();  // an arrival is progress
     u32 before = __atomic_load_n(&phase, __ATOMIC_ACQUIRE);
     if (__atomic_fetch_add(&arrived, 1, __ATOMIC_ACQ_REL) + 1 == lanes) {
         __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);
