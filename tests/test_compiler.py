@@ -239,7 +239,8 @@ def test_waiting_can_be_interrupted_and_ends_when_the_holder_dies(tmp_path, cach
     body = f"touch {shlex.quote(str(started))}; test -e {shlex.quote(str(gate))} || sleep 60"
     environment = {"CXX": str(write_wrapper(tmp_path, body))}
     script = (
-        "import logging, sys; from mkernel_cp import compiler\n"
+        "import logging, signal, sys; from mkernel_cp import compiler\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs may ignore it\n"
         "logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
         "print(compiler.host_library(sys.argv[1]).value())"
     )
