@@ -259,6 +259,10 @@ def test_an_error_completion_becomes_a_record_on_all_ranks(connect, transport, f
     for chunk in range(4):
         one.write(1, chunk, chunk * 100, 1, 100, 100, 100)
     assert one.await_failure() == (status[transport], 1, TRANSPORTS[transport][0])
+    end = time.monotonic() + 10
+    while not all(rank.page.words.abort for rank in (one, other)):
+        assert time.monotonic() < end, "not all are told"
+        time.sleep(1e-3)
     for rank in (one, other):
         assert rank.page.words.abort == 1 | 1 << 33
 
