@@ -56,9 +56,9 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);
-        const HalvedRingTiles own_rows_first({rank, size, plan.landing.row_start, plan.n, plan.tile, launch.node()},
-                                             {0, size}, RingTiles::one_stripe, launch.member() / engine::cluster,
-                                             launch.members() / engine::cluster, plan.whole);
+        const RingTilesOf<engine::halves_tiles> own_rows_first(
+            {rank, size, plan.landing.row_start, plan.n, plan.tile, launch.node()}, {0, size}, RingTiles::one_stripe,
+            launch.member() / engine::cluster, launch.members() / engine::cluster, plan.whole);
         engine::gemm<Type>(
             launch, own_rows_first, plan.tile, plan.landing.k,
             /* source */

@@ -187,6 +187,5 @@ private:
     u64 agent_, agents_;
 };
 using RingTiles = RingTilesOf<false>;
-using HalvedRingTiles = RingTilesOf<true>;
 
 }  // namespace mk

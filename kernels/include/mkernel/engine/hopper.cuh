@@ -42,6 +42,7 @@ namespace engine {
 
 constexpr bool aligned_rows = true;  // of 16 bytes, as tensor copies want them
 constexpr u32 cluster = MK_CLUSTER;  // blocks that share a tile
+constexpr bool halves_tiles = true;  // a tile of half as many columns takes about half the time
 constexpr bool has_time = true;      // a warp does meanwhile() beside the tiles
 constexpr u32 sink_loads = 6;  // that a lane of a sink may have under way: registers for so many are there
 constexpr u32 consumers = 2;

@@ -16,6 +16,7 @@ namespace engine {
 
 constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // agents that share a tile
+constexpr bool halves_tiles = false;
 constexpr bool has_time = false;  // meanwhile() is done before the tiles, not beside them
 constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
 
