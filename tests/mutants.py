@@ -194,7 +194,7 @@ MUTANTS = {
     "halves of a tile": Mutant(
         H + "schedule.cuh",
         "behind % 2 ? Range{middle",
-        "behind % 3 ? Range{middle",
+        "behind % 1 ? Range{middle",
         ("test_emulated_gemm.py::test_halved_tiles",),
     ),
     "there and back": Mutant(

@@ -22,6 +22,7 @@ KERNELS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "gemm_allr
 # while it delivers a tile.
 MAY_SPILL = {
     ("allgather_gemm", "sm_80"): 160,
+    ("allgather_gemm", "sm_90a"): 160,  # with NVRTC 12.9; none with the engine `hopper`
     ("gemm_reduce_scatter", "sm_80"): 384,
     ("gemm_reduce_scatter", "sm_90a"): 192,
     ("gemm_allreduce", "sm_80"): 960,
@@ -126,8 +127,10 @@ HALVES = [pair for pair in TYPES if "16" in pair[0]]
 )
 def test_compiles_with_the_hopper_engine(name, types, cluster):
     """Neither serialised multiplies nor a dropped setmaxnreg, which ptxas only mentions."""
-    found = complaint(*compile_kernel(name, "sm_90a", hopper(types, cluster)), name)
+    cubin, log = compile_kernel(name, "sm_90a", hopper(types, cluster))
+    found = complaint(cubin, log, name)
     assert found is None, found
+    assert name != "allgather_gemm" or "0 bytes spill stores, 0 bytes spill loads" in log, log
 
 
 # They do not run on GPUs yet.
