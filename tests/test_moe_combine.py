@@ -242,6 +242,7 @@ WRONG = {
     "out of another shape": (ValueError, "the result has", {"out": np.ones((3, 5))}),
     "out of another dtype": (TypeError, "the result has", {"out": np.ones((3, 4), "f4")}),
     "transfer": (TypeError, "transfer_dtype", {"options": mk.Options(transfer_dtype="f4")}),
+    "tf32": (TypeError, "as it is", {"options": mk.Options(tf32=True)}),
     "options": (TypeError, "Options", {"options": {"split": 3}}),
 }
 

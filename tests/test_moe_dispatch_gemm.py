@@ -392,6 +392,7 @@ WRONG = {
     "out of another shape": (ValueError, "the result has", {"out": (np.ones((16, 4)), None)}),
     "out of another dtype": (TypeError, "dtype=", {"out": (np.ones((16, 3), "f4"), None)}),
     "dtype": (TypeError, "not allowed for float64", {"dtype": "f4"}),
+    "tf32": (TypeError, "as it is", {"options": mk.Options(tf32=True)}),
     "options": (TypeError, "Options", {"options": {"tile": 3}}),
 }
 

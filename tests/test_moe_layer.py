@@ -285,6 +285,7 @@ WRONG = {
     "capacity": (ValueError, "0 or more", {"capacity": -1}),
     "out of another shape": (ValueError, "the result has", {"out": np.ones((4, 4))}),
     "transfer": (TypeError, "transfer_dtype", {"options": mk.Options(transfer_dtype="f4")}),
+    "tf32": (TypeError, "as it is", {"options": mk.Options(tf32=True)}),
     "options": (TypeError, "Options", {"options": {"tile": 3}}),
 }
 

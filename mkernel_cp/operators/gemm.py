@@ -46,9 +46,7 @@ class GemmSpec:
             )
         self.a_rows = len(a)
         self.out_dtype = plans.output_dtype(self.dtype, dtype)
-        if options is not None and not isinstance(options, plans.Options):
-            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
-        self.options = options or plans.Options()
+        self.options = operands.options(options)
         if self.options.tf32 and self.dtype != np.float32:
             raise TypeError(
                 f"Options(tf32=True) with operands of {self.dtype}: it rounds float32; leave it out"

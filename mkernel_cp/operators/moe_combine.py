@@ -300,9 +300,7 @@ class _Spec:
                 f"layout is a {type(layout).__name__}: use what moe_dispatch_gemm has returned"
             )
         check_weights(weights, rows.dtype, layout.tokens, layout.slots)
-        if options is not None and not isinstance(options, plans.Options):
-            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
-        self.options = options or plans.Options()
+        self.options = operands.options(options, "moe_combine")
         transfer = plans.output_dtype(rows.dtype, self.options.transfer_dtype, "transfer_dtype")
         self.asked = Combine(
             ranks=comm.size,

@@ -383,9 +383,7 @@ class _Spec:
             raise ValueError(
                 f"x has shape {x.shape}, w {w.shape}: w needs as many rows as x has columns"
             )
-        if options is not None and not isinstance(options, plans.Options):
-            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
-        self.options = options or plans.Options()
+        self.options = operands.options(options, "moe_dispatch_gemm")
         self.asked = Dispatch(
             ranks=comm.size,
             h=x.shape[1],

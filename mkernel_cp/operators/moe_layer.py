@@ -386,9 +386,7 @@ class _Spec:
                 f"x has shape {x.shape}, w1 {w1.shape}, w2 {w2.shape}: for activation="
                 f"{activation!r} w1 needs {(experts, x.shape[1], halves * inner)}"
             )
-        if options is not None and not isinstance(options, plans.Options):
-            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
-        self.options = options or plans.Options()
+        self.options = operands.options(options, "moe_layer")
         transfer = plans.output_dtype(x.dtype, self.options.transfer_dtype, "transfer_dtype")
         self.asked = Layer(
             ranks=comm.size,

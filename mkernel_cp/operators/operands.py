@@ -7,7 +7,7 @@ import numpy as np
 
 from ..communicator import Communicator
 from ..memory import round_up
-from ..plan import check_dtype
+from ..plan import Options, check_dtype
 
 
 def check_communicator(comm: Any) -> None:
@@ -34,6 +34,18 @@ class Operand:
     def __init__(self, name: str, value: Any, machine: Any):
         self.array = machine.array(name, value)
         self.shadow: np.ndarray = machine.shadow(self.array)
+
+
+def options(value: Any, exact: str = "") -> Options:
+    """Return the options of a call; TypeError if they are something else.
+
+    `exact` names an operator that does not round float32: it refuses to be asked for that.
+    """
+    if value is not None and not isinstance(value, Options):
+        raise TypeError(f"options is a {type(value).__name__}: use mkernel_cp.Options")
+    if exact and value is not None and value.tf32:
+        raise TypeError(f"Options(tf32=True): {exact} multiplies float32 as it is; leave it out")
+    return value or Options()
 
 
 def matrix(name: str, value: np.ndarray) -> np.ndarray:

@@ -468,13 +468,7 @@ class _Spec:
                 f"seq_counts={list(counts)}: in the layout 'zigzag' the ranks hold {list(zigzag)} "
                 f"of {sum(counts)} positions; zigzag_split divides an array so"
             )
-        if options is not None and not isinstance(options, plans.Options):
-            raise TypeError(f"options is a {type(options).__name__}: use mkernel_cp.Options")
-        self.options = options or plans.Options()
-        if self.options.tf32:
-            raise TypeError(
-                "Options(tf32=True): ring_attention multiplies float32 as it is; leave it out"
-            )
+        self.options = operands.options(options, "ring_attention")
         self.return_lse = bool(return_lse)
         self.attention = Attention(
             batch=batch,
