@@ -181,25 +181,28 @@ def retries():
 
 
 def order():
-    """A plain write may be seen before the data that went ahead of it; an immediate may not."""
-    seen = {"plain": 0, "imm": 0, "strict": 0}
-    for seed in range(20):
-        for kind in seen:
+    """A plain write may land before the data that went ahead of it; an immediate may not."""
+    early = {"plain": 0, "imm": 0, "strict": 0}
+    for seed in range(40):
+        for kind in early:
             assert soft.soft_configure(ctypes.c_double(0), ctypes.c_uint64(seed), None) == 0
             one, other = pair(access=REMOTE if kind == "strict" else int(REMOTE) | RELAXED)
             other.qp.post_recv([ib.RecvWR()])
-            flag = 100_000
-            one.data[:] = 1
+            word = slice(79_992, 80_000)  # of the data; whichever write lands last is seen there
+            one.data[:80_000], one.data[100_000:] = 1, 2
             for start in range(0, 80_000, 20_000):
                 one.write(other, 20_000, start=start, flags=False)
-            one.write(other, 8, start=flag, imm=7 if kind == "imm" else None)
-            end = time.monotonic() + 10
-            word = other.data[flag : flag + 8].view(np.uint64)
-            while not (other.cq.poll(1) if kind == "imm" else word[0]):
-                assert time.monotonic() < end
-            seen[kind] += int(not other.data[:80_000].all())
-    assert seen["plain"] > 0, seen
-    assert seen["imm"] == seen["strict"] == 0, seen
+            if kind == "imm":
+                one.write(other, 8, start=100_000, imm=7)
+                assert [status for _, status in other.poll()] == [0]
+                early[kind] += int(not other.data[:80_000].all())
+            else:
+                place = other.data.ctypes.data + word.start
+                one.write(other, 8, start=100_000, at=place)
+                assert one.poll() == [(8, 0)]
+                early[kind] += int((other.data[word] == 1).all())
+    assert early["plain"] > 0, early
+    assert early["imm"] == early["strict"] == 0, early
 
 
 def processes():
