@@ -1,25 +1,31 @@
 #!/usr/bin/env bash
-# Runs the shared tests of the operators on this host's GPUs: bash launch/test_gpu.sh [--ranks R] [--junit FOLDER]
+# Runs the shared tests of the operators on this host's GPUs: bash launch/test_gpu.sh [--ranks R | --one-gpu] [--junit FOLDER]
 # Without --ranks the worlds of 1, 2, 3 and 4 ranks, one after the other. With fewer GPUs than ranks, ranks share them.
+# With --one-gpu all these ranks are threads of one process on one GPU: quicker there, and without MPI.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 worlds=(1 2 3 4)
 junit="$root/.test_gpu"
+one_gpu=
 while (($#)); do
     case "$1" in
-        --ranks) worlds=("$2") ;;
-        --junit) junit="$2" ;;
-        *) die "unknown argument $1: use --ranks R, --junit FOLDER" ;;
+        --ranks) worlds=("$2") && shift ;;
+        --junit) junit="$2" && shift ;;
+        --one-gpu) one_gpu=1 ;;
+        *) die "unknown argument $1: use --ranks R, --one-gpu, --junit FOLDER" ;;
     esac
-    shift 2
+    shift
 done
 prepare test
 mkdir -p "$junit"
 junit="$(cd "$junit" && pwd -P)"
 cd "$root"
 
+if [[ $one_gpu ]]; then
+    exec timeout -k 10 900 "$python" -m pytest -q -p no:cacheprovider --one-gpu tests --junitxml "$junit/one_gpu.xml"
+fi
 failed=0
 for ranks in "${worlds[@]}"; do
     mapfile -t launch < <(launcher --ranks "$ranks")

@@ -21,6 +21,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="run what is for GPUs on them, as one rank of the world that mpirun started",
     )
+    parser.addoption(
+        "--one-gpu",
+        action="store_true",
+        help="run the shared bodies on one GPU, on ranks that are threads",
+    )
 
 
 def pytest_configure(config):
@@ -28,6 +33,8 @@ def pytest_configure(config):
         from mpi4py import MPI
 
         worlds.gpu_world = MPI.COMM_WORLD
+    elif config.getoption("--one-gpu"):
+        worlds.on_one_gpu = True
     else:
         # A machine with a GPU would choose that, also in the programs that tests start.
         os.environ["MKERNEL_TARGET"] = config.getoption("--target")
@@ -35,14 +42,16 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """On GPUs: the shared bodies for as many ranks as there are, and what only GPUs show."""
-    if worlds.gpu_world is None:
+    if worlds.on_one_gpu:
+        here = [item for item in items if item.get_closest_marker("operator")]
+    elif worlds.gpu_world is None:
         here = [item for item in items if not item.get_closest_marker("gpu")]
     else:
         size = worlds.gpu_world.Get_size()
         here = [item for item in items if _world_of(item) == size]
     config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = here
-    if worlds.gpu_world is not None:
+    if worlds.gpu_world is not None or worlds.on_one_gpu:
         config.expected = {item.nodeid for item in here}
 
 

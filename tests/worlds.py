@@ -11,6 +11,7 @@ import traceback
 from unittest import mock
 
 import numpy as np
+import one_gpu
 from shapes import Case, ReductionCase, operands, reduction_operands
 
 import mkernel_cp as mk
@@ -25,12 +26,16 @@ NAN, NUMBER = 0xFF, 0x40
 
 # The ranks that mpirun started, where the shared bodies run on GPUs.
 gpu_world = None
+# Whether they run on threads that share one GPU.
+on_one_gpu = False
 
 
 def run(size, program, *args, **options):
     """Run ``program(comm, *args)`` on `size` ranks; return their results."""
     if gpu_world is not None:
         return _run_on_gpus(size, program, args, options)
+    if on_one_gpu:
+        return one_gpu.run(size, program, *args, **options)
 
     def main(mpi):
         with Communicator(mpi, **options) as comm:

@@ -1,0 +1,101 @@
+"""Ranks that are threads of one process and share one GPU, whose kernels run side by side.
+
+Processes on one GPU take turns, of milliseconds each; here a call takes what it takes, so that the
+protocol and the movers can be measured where there is one GPU only. The ranks' memory is this
+process's own: nothing is mapped.
+"""
+
+import dataclasses
+import functools
+import threading
+from unittest import mock
+
+import mkernel_cp as mk
+from mkernel_cp import errors
+from mkernel_cp.communicator import Communicator
+from mkernel_cp.targets import cuda
+
+_registering = threading.Lock()
+
+
+class _Share(cuda.CudaTarget):
+    """An equal part of the GPU's multiprocessors."""
+
+    def __init__(self, mpi):
+        super().__init__(mpi, 0, oversubscribe=True)
+        share = self.gpu.processors // mpi.Get_size()
+        self.gpu = dataclasses.replace(self.gpu, processors=share)
+        self._chain = cuda._Chain(self._cupy)  # launches of the ranks wait for each other
+
+    def ticket(self, segment):
+        return segment.address, segment.nbytes
+
+    def open(self, segment, tickets, check):
+        return [
+            segment if rank == self._rank else cuda.Segment(self._cupy, self._index, *ticket)
+            for rank, ticket in enumerate(tickets)
+        ]
+
+    def map_pages(self, pages, nbytes):
+        """Have each page registered once, by its rank."""
+        with _registering:
+            own = pages[self._rank]
+            super().map_pages([own], nbytes)
+        self._pages = pages
+        return [page.address for page in pages]
+
+    def discard(self, segment):
+        """Free nothing: that would wait for the other ranks' kernels, and they for this rank."""
+        segment.bury.detach()
+
+    def _sweep(self):
+        """Free nothing, here too."""
+
+
+class _Kernel(cuda.Kernel):
+    def _capacity(self, shared_bytes):
+        whole = super()._capacity(shared_bytes)
+        if self._cluster > 1:  # the driver counts those of the whole GPU
+            whole = whole * self._gpu.processors // self._processors()
+        return whole // self._cluster * self._cluster
+
+    def _processors(self):
+        attribute = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return cuda._check(self._driver, self._driver.cuDeviceGetAttribute(attribute, 0))[0]
+
+    def start(self, request, stream):
+        """All ranks' agents fit at once; cooperative launches might take turns."""
+        (status,) = self._driver.cuLaunchKernel(
+            *(self._function, request.agents, 1, 1, self._threads, 1, 1, request.shared_bytes),
+            *(stream.ptr, request.arguments, 0),
+        )
+        if status:
+            raise errors.Error(f"{self._name} could not be launched: {status.name}")
+
+
+class _Communicator(Communicator):
+    def _choose_machine(self, device, oversubscribe):
+        self.target = "cuda"
+        self._links = self.mpi.links()
+        self._all_links = [self._links]
+        self._machine = _Share(self.mpi)
+        self.device = self._machine.device
+
+
+def run(size, program, *args, **options):
+    """Run ``program(comm, *args)`` on ranks that share the GPU, each on a stream of its own."""
+    import cupy
+
+    # Loading a module waits for running kernels: no rank loads what another has already loaded.
+    load = functools.cache(cupy.RawModule)
+
+    def main(mpi):
+        with (
+            cupy.cuda.Device(0),
+            cupy.cuda.Stream(non_blocking=True),
+            _Communicator(mpi, target="host", **options) as comm,
+        ):
+            return program(comm, *args)
+
+    with mock.patch.multiple(cuda, Kernel=_Kernel), mock.patch.object(cupy, "RawModule", load):
+        return mk.LocalWorld(size).run(main)
