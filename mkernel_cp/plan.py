@@ -431,6 +431,34 @@ def gpu_tile(
     return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
 
+def gpu_tiles(dtype: np.dtype, gpu: Gpu) -> list[PortableTile | HopperTile]:
+    """Return the tiles that plans of several ranks choose from, where the caller does not."""
+    if gpu.arch == "sm_90a" and dtype.itemsize == 2:
+        return [
+            _hopper_tile(rows, columns, _HOPPER_GATE, cluster, 2, gpu.shared_bytes)
+            for rows, columns, cluster, _ in _HOPPER_TILES
+        ]
+    return [portable_tile(dtype, Options(), gpu.shared_bytes)]
+
+
+def kernel_defines(
+    types: dict[str, str],
+    tile: HostTile | PortableTile | HopperTile,
+    dtype: np.dtype,
+    *,
+    a_by_columns: bool = False,
+    b_by_columns: bool = False,
+) -> dict[str, Any]:
+    """Return the macros of a kernel that multiplies: of its types, its tile, its operands' order.
+
+    An engine that reads them through tensor maps is compiled for one order; others see strides.
+    """
+    words: dict[str, Any] = {**types, **tile.defines(dtype)}
+    if tile.engine == "hopper":
+        words |= {"MK_A_BY_COLUMNS": a_by_columns, "MK_B_BY_COLUMNS": b_by_columns}
+    return words
+
+
 class PlanFile:
     """What all plans have: they can be written down, and read by another process."""
 

@@ -347,6 +347,17 @@ def test_compile_has_the_kernels_of_attention_that_plans_take(arch, kib):
     assert {"MK_TYPE": "float16", **tile.defines(attention.dtype)} in kernels
 
 
+@pytest.mark.parametrize("dtype", ["f2", "f4"])
+@pytest.mark.parametrize("columns", [64, 1000, 8192])
+def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, columns):
+    dtype, gpu = np.dtype(dtype), plan.Gpu("sm_90a", 132, 227 << 10)
+    tile = plan.choose_tile((999,) * 4, columns, 777, dtype, dtype, plan.Options(), gpu)
+    types = plan.type_defines(dtype, dtype)
+    assert plan.kernel_defines(types, tile, dtype) in compile.kernels_for(
+        "allgather_gemm", gpu.arch
+    )
+
+
 # --- how a job ends -------------------------------------------------------------------------------
 
 AGREED = "comm.agree('x', lambda: 1 // int(comm.rank != 1))"

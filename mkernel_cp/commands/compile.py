@@ -25,23 +25,27 @@ _SHARED_KIB_OF_OTHERS = 99
 
 
 def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
-    """Return the macros of an operator's kernels: for every dtype, the tile that a plan takes.
+    """Return the macros of an operator's kernels: for every dtype, the tiles that plans take.
 
-    The GEMMs have a default tile; attention has one for each width of heads.
+    Those of the GEMMs are for operands in C order; attention has one for each width of heads.
     """
+    kib = _SHARED_KIB.get(arch[3:].rstrip("af"), _SHARED_KIB_OF_OTHERS)
+    gpu = plan.Gpu(arch, 0, kib << 10)
     if operator == "ring_attention":
-        shared_bytes = _SHARED_KIB.get(arch[3:].rstrip("af"), _SHARED_KIB_OF_OTHERS) << 10
         return [
             {"MK_TYPE": plan.cpp_type(dtype), **tile.defines(dtype)}
             for dtype in plan.DTYPES
-            for tile in (portable_attention_tile(n, dtype, shared_bytes) for n in COLUMNS)
+            for tile in (portable_attention_tile(n, dtype, gpu.shared_bytes) for n in COLUMNS)
         ]
     kinds = [(dtype, dtype, False) for dtype in plan.DTYPES]
     kinds += [(dtype, _FLOAT32, dtype == _FLOAT32) for dtype in plan.DTYPES if dtype.itemsize < 8]
     sums = _GEMMS[operator]
     return [
-        plan.type_defines(dtype, out_dtype, dtype if sums else None, tf32=tf32)
+        plan.kernel_defines(
+            plan.type_defines(dtype, out_dtype, dtype if sums else None, tf32=tf32), tile, dtype
+        )
         for dtype, out_dtype, tf32 in kinds
+        for tile in plan.gpu_tiles(dtype, gpu)
     ]
 
 

@@ -210,9 +210,11 @@ class GemmOperator(abc.ABC):
 
     def _load(self, a_by_columns: bool) -> Any:
         """Return the kernel for operands in these orders, compiled and loaded."""
-        words: dict[str, Any] = {**self._type_defines(), **self._tile.defines(self._spec.dtype)}
-        if self._mapped:
-            words |= {"MK_A_BY_COLUMNS": a_by_columns, "MK_B_BY_COLUMNS": self._b_by_columns}
+        words = plans.kernel_defines(
+            *(self._type_defines(), self._tile, self._spec.dtype),
+            a_by_columns=a_by_columns,
+            b_by_columns=self._b_by_columns,
+        )
         if self._comm.num_nodes > 1:
             words["MK_NODES"] = 1
         name = self._kernel_name()
