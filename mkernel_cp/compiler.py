@@ -40,7 +40,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _STALE_SECONDS = 3600.0
 
 _HOST_OPTIONS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+    *("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
     *("-Wall", "-Wextra", "-Werror=return-type", "-pipe"),
 )
 # What /proc/cpuinfo calls the instructions of each level, best level first.

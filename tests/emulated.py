@@ -37,7 +37,7 @@ def kernels(folder: Path):
     assert count == 1
     target.write_text(text)
     # Compiling takes longer than running.
-    quickly = tuple(option.replace("-O3", "-O1") for option in compiler._HOST_OPTIONS)
+    quickly = tuple(option.replace("-O2", "-O1") for option in compiler._HOST_OPTIONS)
     with pytest.MonkeyPatch.context() as patch, compiler.using_kernels(folder):
         patch.setattr(compiler, "_HOST_OPTIONS", (*quickly, "-Wno-unknown-pragmas"))
         patch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: AGENTS)

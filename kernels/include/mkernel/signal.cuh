@@ -137,8 +137,14 @@ public:
 protected:
     template <Scope scope>
     MK_DEVICE void raise(u64* signal, u64 progress) {
+        if (agent_.lane() == 0) raise_alone<scope>(signal, progress);
+    }
+
+    // By one lane among others, each of which raises a signal of its own.
+    template <Scope scope>
+    MK_DEVICE void raise_alone(u64* signal, u64 progress) {
         interleave();
-        if (live_ && agent_.lane() == 0) store_release<scope>(signal, target(progress));
+        if (live_) store_release<scope>(signal, target(progress));
         interleave();
     }
 

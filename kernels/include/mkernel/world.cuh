@@ -15,12 +15,14 @@ public:
         return several_nodes ? Node{world().node_begin, world().node_size} : Node{0, size()};
     }
 
-    // Tells every peer of this node what this rank calls and where its operand is. One agent of the launch does it.
+    // Tells every peer of this node what this rank calls and where its operand is. One agent of the launch does it, with
+    // a lane for each peer: they wait for their fences together.
     MK_DEVICE void announce(const CallMessage& message) {
-        for (u64 i = 1; i < node().size; ++i) {
+        agent().sync();  // what any lane has written before is known with it
+        for (u64 i = 1 + agent().lane(); i < node().size; i += agent().lanes()) {
             Inbox* there = world().outbox[neighbour(i)];
-            if (agent().lane() == 0) there->message = message;
-            raise<Scope::system>(&there->called, u64(Called::ready));
+            there->message = message;
+            raise_alone<Scope::system>(&there->called, u64(Called::ready));
         }
     }
 
