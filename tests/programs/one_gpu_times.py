@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import one_gpu
 
 import mkernel_cp as mk
+from mkernel_cp.bench.data import normal
 
 CALLS = 20
 CHOICES = [
@@ -26,12 +27,8 @@ def times(comm, m, k, n):
     """Return a list of (options, milliseconds, of 8 columns, plan)."""
     import cupy
 
-    def normal(*shape):
-        values = cupy.random.default_rng(comm.rank).standard_normal(shape, np.float32)
-        return cupy.asarray(cupy.asnumpy(values).astype(ml_dtypes.bfloat16))
-
     def milliseconds(step, b):
-        out = cupy.empty((m, b.shape[1]), ml_dtypes.bfloat16)
+        out = comm.machine.empty((m, b.shape[1]), dtype)
         events = [cupy.cuda.Event() for _ in range(2)]
         for event in events:
             for _ in range(CALLS):
@@ -40,12 +37,14 @@ def times(comm, m, k, n):
         comm.synchronize()
         return cupy.cuda.get_elapsed_time(*events) / CALLS
 
-    a = comm.asarray(normal(comm.row_counts(m)[comm.rank], k))
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    a = comm.empty((comm.row_counts(m)[comm.rank], k), dtype)
+    comm.machine.copy(a, normal(cupy, dtype, comm.rank, a.shape))
     results = []
     for options in CHOICES:
         both = []
         for columns in (n, 8):
-            b = normal(k, columns)
+            b = normal(cupy, dtype, comm.size + comm.rank, (k, columns))
             with mk.AllGatherGemm(a, b, comm=comm, options=options) as step:
                 both.append(milliseconds(step, b))
                 both.append(step.plan)
