@@ -55,8 +55,10 @@ public:
             Slot& slot = state_.slot[state_.out];
             ptx::wait(&slot.loaded, slot.parity);
             slot.parity ^= 1;
-            for (u32 i = 0; i < slot.lines; ++i)
-                ptx::store_bulk(slot.to.data + i * slot.to.pitch, piece(state_.out) + i * slot.bytes, slot.bytes);
+            const Lines to = slot.to;
+            const u32 bytes = slot.bytes, lines = slot.lines;
+            const u8* from = piece(state_.out);
+            for (u32 i = 0; i < lines; ++i) ptx::store_bulk(to.data + i * to.pitch, from + i * bytes, bytes);
             ptx::commit_stores();
             if (slot.signal) {
                 ptx::wait_stores<0>();
@@ -71,7 +73,7 @@ public:
 
 private:
     static constexpr u32 least_slots = 3;  // one is loaded, one is stored, one is read by its store
-    static constexpr u32 most_slots = 8, least_bytes = 1024, most_bytes = 16384;  // of a piece
+    static constexpr u32 most_slots = 8, least_bytes = 1024, most_bytes = 32768;  // of a piece
 
     struct Slot {
         u64 loaded;  // an mbarrier
@@ -91,8 +93,9 @@ private:
         Slot& slot = state_.slot[state_.in];
         slot.to = to, slot.lines = lines, slot.bytes = bytes, slot.signal = signal;
         ptx::arrive_expect(&slot.loaded, lines * bytes);
+        u8* there = piece(state_.in);
         for (u32 i = 0; i < lines; ++i)
-            ptx::load_bulk(piece(state_.in) + i * bytes, from.data + i * from.pitch, bytes, &slot.loaded);
+            ptx::load_bulk(there + i * bytes, from.data + i * from.pitch, bytes, &slot.loaded);
         if (++state_.in == state_.slots) state_.in = 0;
         ++state_.under_way;
     }
