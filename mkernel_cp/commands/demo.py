@@ -146,14 +146,15 @@ def _terms(case: _GemmCase, size: int) -> tuple[list[np.ndarray], list[np.ndarra
 
 def _gemm_reduce_scatter(comm: Communicator, case: _GemmCase) -> _Measured:
     blocks = _terms(case, comm.size)
-    expected = reference.gemm_reduce_scatter(*blocks, case.row_counts, comm.rank, case.out_dtype)
+    where = case.row_counts, comm.rank, case.out_dtype
+    expected = reference.gemm_reduce_scatter(*blocks, *where, nodes=comm.topology.sizes)
     own = (block[comm.rank] for block in blocks)
     return _measure(comm, GemmReduceScatter, expected, *own, row_counts=case.row_counts)
 
 
 def _gemm_allreduce(comm: Communicator, case: _GemmCase) -> _Measured:
     blocks = _terms(case, comm.size)
-    expected = reference.gemm_allreduce(*blocks, case.out_dtype)
+    expected = reference.gemm_allreduce(*blocks, case.out_dtype, nodes=comm.topology.sizes)
     return _measure(comm, GemmAllReduce, expected, *(block[comm.rank] for block in blocks))
 
 
@@ -394,7 +395,7 @@ class _Operator:
 _NOTHING = (None,) * 4
 _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm, across_nodes=True),
-    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter),
+    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
     _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
     _Operator("ring_attention", _attention_cases, _ring_attention),
     _Operator(

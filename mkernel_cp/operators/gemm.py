@@ -32,6 +32,7 @@ class GemmSpec:
     options : Options
     """
 
+    sums: ClassVar[bool] = False  # whether it adds over ranks
     row_counts: tuple[int, ...]
     out_shape: tuple[int, int]
 
@@ -46,7 +47,7 @@ class GemmSpec:
             )
         self.a_rows = len(a)
         self.out_dtype = plans.output_dtype(self.dtype, dtype)
-        self.options = operands.options(options)
+        self.options = operands.options(options, sums=self.sums)
         if self.options.tf32 and self.dtype != np.float32:
             raise TypeError(
                 f"Options(tf32=True) with operands of {self.dtype}: it rounds float32; leave it out"

@@ -58,6 +58,8 @@ template <class>
 class Window;
 template <class>
 class Internode;
+template <class, class>
+class NodeSums;
 
 // Proof that bytes are where they were to go, or that all have read what may now be overwritten: only those who copy,
 // or keep a window, make one, and raise() takes nothing less.
@@ -71,6 +73,8 @@ class Completed {
     friend class Window;
     template <class>
     friend class Internode;
+    template <class, class>
+    friend class NodeSums;
 };
 
 // One launch as one agent sees it: who waits, for which generation, and whether something has already failed.
