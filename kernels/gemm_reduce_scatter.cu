@@ -36,16 +36,16 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     Launch launch(p.world, plan.split);
     const u64 rank = launch.rank(), size = launch.size();
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
-    auto node_sums = [&] { return NodeSums<SumType, PartialType>(launch, plan); };
+    using Nodes = NodeSums<SumType, PartialType>;
 
     if (launch.is(Role::mover)) greet(launch);
-    if (several_nodes && launch.is(Role::inter_reduce)) node_sums().add_and_send(RingTiles::one_stripe);
-    if (several_nodes && launch.is(Role::inter_send)) node_sums().send(p.message, [] {});
-    if (several_nodes && launch.is(Role::inter_receive)) node_sums().receive([] {});
+    if (several_nodes && launch.is(Role::inter_reduce)) Nodes(launch, plan).add_and_send(RingTiles::one_stripe);
+    if (several_nodes && launch.is(Role::inter_send)) Nodes(launch, plan).send(p.message, [](Nodes&) {});
+    if (several_nodes && launch.is(Role::inter_receive)) Nodes(launch, plan).receive([](Nodes&) {});
 
     if (launch.is(Role::compute)) {
-        const RingTiles own_rows_last(far_rows_first(launch, plan, plan.tile), {1, size + 1}, RingTiles::one_stripe,
-                                      launch.member() / engine::cluster, launch.members() / engine::cluster);
+        const RingTiles own_rows_last(rows_of_all(launch, plan, plan.tile, true), {1, size + 1},
+                                      RingTiles::one_stripe, launch.member() / engine::cluster, launch.members() / engine::cluster);
         engine::gemm<Type>(
             launch, own_rows_last, plan.tile, plan.k,
             /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,

@@ -730,6 +730,11 @@ class GemmReduceScatterPlan(GemmPlan):
         )
 
     @property
+    def receivers(self) -> list[int]:
+        """To which ranks of other nodes this one sends sums."""
+        return self.topology.sources
+
+    @property
     def chunks(self) -> int:
         """In how many chunks sums come over the network at the most."""
         return self.zones[-1][0] if len(self.nodes) > 1 else 0
@@ -768,7 +773,7 @@ class GemmReduceScatterPlan(GemmPlan):
                 f"partial sums travel as {self.transfer_dtype.name} and are added in the order of "
                 f"ranks {order}; {self.bytes_from_peers} bytes come to this rank, into "
                 f"{self.memory} bytes of slots",
-                *self._between_nodes(self.topology.sources),
+                *self._between_nodes(self.receivers),
             )
         )
 
@@ -803,8 +808,24 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
             every = enumerate(self.row_counts)
             peers = tuple(rows for rank, rows in every if rank != self.rank)
             return _told_bytes(peers, self.m, self.n, self.dtype, self.transfer_dtype)
-        others = self.m - self.row_counts[self.rank]
-        return super().bytes_from_peers + others * self.n * self.out_dtype.itemsize
+        pushed = (r for r, holder in enumerate(self.topology.holders) if holder != self.rank)
+        return super().bytes_from_peers + self.sum_bytes(pushed, self.out_dtype)
+
+    @property
+    def bytes_to_network(self) -> int:
+        """Bytes that this rank sends to other nodes in one call: also the sums of its rows."""
+        once = self.sum_bytes((self.rank,), self.out_dtype)
+        return super().bytes_to_network + len(self.topology.gateways) * once
+
+    @property
+    def receivers(self) -> list[int]:
+        """To which ranks of other nodes this one sends sums."""
+        return self.topology.links
+
+    @property
+    def chunks(self) -> int:
+        """In how many chunks sums come over the network at the most."""
+        return super().chunks + sum(self.parts)
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""

@@ -590,8 +590,8 @@ MUTANTS = {
     ),
     "node sums: overwritten while they are sent": Mutant(
         H + "node_sums.cuh",
-        "                 bytes_of<Partial>(part), added);\n        }\n        mail_.channel().flush();",
-        "                 bytes_of<Partial>(part), added);\n        }",
+        "bytes_of<Partial>(part), added);\n        }\n        mail_.channel().flush();",
+        "bytes_of<Partial>(part), added);\n        }",
         NODES,
     ),
     "attention on GPUs: wait for a panel": Mutant(

@@ -396,7 +396,7 @@ _NOTHING = (None,) * 4
 _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm, across_nodes=True),
     _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
-    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
+    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce, across_nodes=True),
     _Operator("ring_attention", _attention_cases, _ring_attention),
     _Operator(
         "moe_dispatch_gemm", lambda n: _expert_cases(n, *_NOTHING), _moe_dispatch_gemm, ("host",)

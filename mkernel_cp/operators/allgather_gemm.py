@@ -112,7 +112,6 @@ class AllGatherGemm(GemmOperator):
     """
 
     function = "allgather_gemm"
-    across_nodes = True
     params_struct = "AllGatherGemmParams"
     spec_type = _Spec
     plan: plans.AllGatherGemmPlan

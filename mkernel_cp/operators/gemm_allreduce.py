@@ -128,7 +128,7 @@ class GemmAllReduce(ReductionOperator):
 
     def _choose_tile(self) -> Any:
         spec = self._spec
-        self._one_shot = plans.is_one_shot(
+        self._one_shot = self._comm.num_nodes == 1 and plans.is_one_shot(
             *(spec.row_counts, spec.n, spec.dtype, spec.out_dtype, spec.transfer_dtype)
         )
         tile = super()._choose_tile()

@@ -103,7 +103,6 @@ class GemmReduceScatter(ReductionOperator):
     """
 
     function = "gemm_reduce_scatter"
-    across_nodes = True
     params_struct = "GemmReduceScatterParams"
     plan_type = plans.GemmReduceScatterPlan
 

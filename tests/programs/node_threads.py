@@ -12,7 +12,7 @@ import mkernel_cp as mk
 from mkernel_cp import compiler
 
 COUNTS = (33, 7, 0, 70)
-SUMS = (mk.GemmReduceScatter,)
+SUMS = (mk.GemmReduceScatter, mk.GemmAllReduce)
 
 
 def program(comm, lanes):

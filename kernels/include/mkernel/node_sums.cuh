@@ -21,7 +21,7 @@ public:
         for (u64 i = 0; i < network.gateway_count; ++i)
             if (!launch_.await_call(network.gateways[i], plan_.digest)) return;
         for (u64 i = 1; i < launch_.node().size; ++i) launch_.have_read(launch_.neighbour(i), launch_.greeters());
-        send_more();
+        send_more(*this);
         mail_.channel().flush();
         for (u64 i = 0; i < network.gateway_count; ++i) mail_.await_receipt(network.gateways[i]);
     }
@@ -32,7 +32,7 @@ public:
         const Network& network = *launch_.world().network;
         for (u64 i = 0; i < network.source_count; ++i)
             mail_.pass_on_call(network.sources[i], plan_.digest, [](CallMessage&) {});
-        receive_more();
+        receive_more(*this);
         for (u64 i = 0; i < network.source_count; ++i) mail_.send_receipt(network.sources[i], Completed());
         mail_.channel().flush();
     }
@@ -42,10 +42,7 @@ public:
     MK_DEVICE void add_and_send(i64 stripe) {
         const u64 rank = launch_.rank();
         const Zone products(launch_, plan_.nodes.products), leaving(launch_, plan_.nodes.leaving);
-        const TileShape shape{plan_.part_rows, plan_.part_columns, 0};
-        const RingTiles parts(far_rows_first(launch_, plan_, shape), {1, 1 + launch_.size() - launch_.node().size}, stripe,
-                              launch_.member(), launch_.members());
-        for (Tile part : parts) {
+        for (Tile part : far_parts(stripe, launch_.member(), launch_.members())) {
             if (launch_.holder(part.source) != rank) continue;
             const i64 number = parts_.where_added(part);
             const Subject product{Awaited::partial, rank, u64(number)};
@@ -71,7 +68,52 @@ public:
         mail_.channel().flush();
     }
 
+    // Sends the sums over all ranks of own rows, which lie where node peers have theirs, once to each other node.
+    template <class T>
+    MK_DEVICE void send_totals(const GemmAllReducePlan& plan) {
+        const u64 rank = launch_.rank(), size = launch_.size();
+        const Network& network = *launch_.world().network;
+        const Zone totals(launch_, plan.sums);
+        for (Tile part : RingTiles(grid(), {size, size + 1}, plan.stripe, 0, 1)) {
+            const i64 number = parts_.over_all(part);
+            const Subject sum{Awaited::sum, rank, u64(number)};
+            if (!launch_.wait(launch_.agent(), totals.signal(rank, number), 1, sum)) return;
+            for (u64 i = 0; i < network.gateway_count; ++i)
+                post(network.gateways[i], plan_.nodes.first_total + u64(number), totals.place(number), totals.place(number),
+                     bytes_of<T>(part), Completed());
+        }
+    }
+
+    // Pushes to this node those that come here from ranks of others, whose gateway this is.
+    template <class T>
+    MK_DEVICE void pass_on_totals(const GemmAllReducePlan& plan) {
+        const u64 rank = launch_.rank();
+        const Zone totals(launch_, plan.sums);
+        for (Tile part : far_parts(plan.stripe, 0, 1)) {
+            if (launch_.holder(part.source) != rank) continue;
+            const i64 number = parts_.over_all(part), bytes = i64(bytes_of<T>(part));
+            const u64 chunk = plan_.nodes.first_total + u64(number);
+            const u64* arrived = &launch_.world().network->arrived[2 * launch_.size() + chunk];
+            if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, part.source, chunk})) return;
+            launch_.template raise<Scope::device>(totals.signal(rank, number), 1, Completed());
+            for (u64 i = 1; i < launch_.node().size; ++i) {
+                const Lines here{totals.slot(rank, number), bytes}, there{totals.slot(launch_.neighbour(i), number), bytes};
+                const Completed passed = copy(launch_.agent(), there, here, 1, bytes).complete();
+                launch_.template raise<Scope::system>(totals.signal(launch_.neighbour(i), number), 1, passed);
+            }
+        }
+    }
+
 private:
+    MK_DEVICE RingTiles::Grid grid() const {
+        return rows_of_all(launch_, plan_, {plan_.part_rows, plan_.part_columns, 0}, true);
+    }
+
+    // Of the rows of other nodes' ranks, an agent's share out of `agents`.
+    MK_DEVICE RingTiles far_parts(i64 stripe, u64 agent, u64 agents) const {
+        return {grid(), {1, 1 + launch_.size() - launch_.node().size}, stripe, agent, agents};
+    }
+
     MK_DEVICE void post(u64 peer, u64 chunk, Place from, Place to, u64 bytes, Completed written) {
         mail_.channel().post({peer, 2 * launch_.size() + chunk, {from.segment, from.offset}, {to.segment, to.offset}, bytes,
                               bytes, 1, bytes},

@@ -29,9 +29,10 @@ private:
 template <class T>
 MK_DEVICE u64 bytes_of(const Tile& part) { return u64(part.rows.size() * part.columns.size()) * sizeof(T); }
 
-// The rows of all ranks, in tiles or in parts of them: those of other nodes come first, since they have furthest to go.
-MK_DEVICE RingTiles::Grid far_rows_first(const Launch& launch, const GemmReduceScatterPlan& plan, TileShape shape) {
-    return {launch.rank(), launch.size(), plan.row_start, plan.n, shape, launch.node(), true};
+// The rows of all ranks, in tiles or in parts of them. Those of other nodes' ranks have further to go.
+MK_DEVICE RingTiles::Grid rows_of_all(const Launch& launch, const GemmReduceScatterPlan& plan, TileShape shape,
+                                      bool far_first) {
+    return {launch.rank(), launch.size(), plan.row_start, plan.n, shape, launch.node(), far_first};
 }
 
 // The parts of each rank's tiles, by number, and the places in a part: as a slot holds it, piece behind piece, each row by
@@ -325,7 +326,8 @@ private:
     OtherNodes<Acc, Partial> others_;
 };
 
-// The same, and the result goes to all. They have entered this call, since their partial sums are in it.
+// The same, and the result goes to all of this node, and to where this rank sends it from to others. They have entered this
+// call, since their partial sums are in it.
 template <class Acc, class Partial, class T, u32 batch>
 class SumForAll : public Sum<Acc, Partial, T, batch> {
 public:
@@ -338,8 +340,8 @@ public:
         if (!launch.live()) return stored;
         const Zone sums(launch, plan_->sums);
         const i64 number = this->parts_.over_all(piece);
-        for (u64 peer : RingOrder(launch.rank(), launch.size())) {
-            T* to = reinterpret_cast<T*>(sums.slot(peer, number)) + this->parts_.place(piece);
+        for (u64 i = nearest; i < launch.node().size; ++i) {
+            T* to = reinterpret_cast<T*>(sums.slot(launch.neighbour(i), number)) + this->parts_.place(piece);
             store_sums<Acc>(launch.agent(), piece, staged, to, piece.columns.size());
         }
         return Writes().complete(launch.agent());
@@ -348,11 +350,13 @@ public:
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed sent) const {
         const Zone sums(launch, plan_->sums);
         const i64 number = this->parts_.over_all(part);
-        for (u64 peer : RingOrder(launch.rank(), launch.size()))
-            launch.raise<Scope::system>(sums.signal(peer, number), 1, sent);
+        for (u64 i = nearest; i < launch.node().size; ++i)
+            launch.raise<Scope::system>(sums.signal(launch.neighbour(i), number), 1, sent);
     }
 
 private:
+    static constexpr u64 nearest = several_nodes ? 0 : 1;  // neighbour: this rank itself, if it sends
+
     const GemmAllReducePlan* plan_;
 };
 
@@ -405,6 +409,7 @@ public:
         parts_.each_piece(part, [&](const Tile& piece) {
             store.bring(launch, piece, Staged<T>{landed + parts_.place(piece), piece.columns.size()});
         });
+        if (several_nodes && launch.holder(part.source) == launch.rank()) return;  // the network has brought it
         if (agent.lane() == 0) fetch_add(launch.world().bytes_from_peers, bytes_of<T>(part));
     }
 
