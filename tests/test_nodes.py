@@ -244,6 +244,25 @@ def test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node(operator, 
     worlds.run(size, program, nodes=nodes, transport=TRANSPORTS[size % 3 % 2])
 
 
+def test_sums_have_the_same_bits_on_all_ranks_for_any_transport_and_split():
+    """Products are rounded on their way."""
+    rng = np.random.default_rng(2)
+    a, b = rng.standard_normal((3, 40, 25)), rng.standard_normal((3, 25, 18))
+
+    def program(comm):
+        own, other = a[comm.rank].astype("bfloat16"), b[comm.rank].astype("bfloat16")
+        found = []
+        for options in (None, mk.Options((2, 3, 2), (16, 5, 24)), mk.Options((0, 2), (7, 1024, 8))):
+            whole = mk.gemm_allreduce(own, other, comm=comm, options=options)
+            part = mk.gemm_reduce_scatter(own, other, comm=comm, options=options)
+            found.append(whole.tobytes())
+            assert part.tobytes() == whole[comm.rows(40)].tobytes()
+        return found
+
+    results = [worlds.run(3, program, nodes=(1, 2), transport=t) for t in TRANSPORTS]
+    assert len({bits for ranks in results for found in ranks for bits in found}) == 1
+
+
 def test_the_same_bits_on_any_number_of_nodes():
     rng = np.random.default_rng(1)
     a, b = rng.standard_normal((40, 65)), rng.standard_normal((65, 8))
