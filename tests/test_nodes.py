@@ -21,18 +21,19 @@ from mkernel_cp.topology import Topology
 TRANSPORTS = ("verbs", "efa")
 NODES = [(1, 1), (2, 1), (1, 2, 1), (2, 2), (1, 1, 1, 1), (1, 3)]
 SIZES = (2, 3, 4)
-CASES = [case for size in SIZES for case in cases(count=6, seed=size, world=size, largest=90)]
 A, B = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
 SUMS = ("gemm_reduce_scatter", "gemm_allreduce")
 OPERATORS = ("allgather_gemm", *SUMS)
-# Few types: it is not the arithmetic that differs between nodes.
-FLOAT = [
-    case
-    for size in SIZES
-    for case in cases("reduction", count=4, seed=size, world=size, dtypes=("float32",), largest=90)
-]
-HALF = {"dtype": "bfloat16", "out_dtype": "bfloat16", "transfer_dtype": "bfloat16"}
-SUM_CASES = [replace(case, **HALF) if i % 2 else case for i, case in enumerate(FLOAT)]
+TYPES = "bfloat16", "float32"  # few: it is not the arithmetic that differs between nodes
+CASES, SUM_CASES = (
+    [
+        case
+        for size in SIZES
+        for case in cases(operator, count=6, seed=size, world=size, dtypes=TYPES, largest=90)
+    ]
+    for operator in ("allgather_gemm", "reduction")
+)
+SUM_CASES = [replace(case, transfer_dtype=case.dtype) for case in SUM_CASES]
 
 
 @pytest.mark.parametrize("sizes", [(3,), (1, 2), (2, 1), (1, 2, 1), (2, 3, 1), (1, 1, 1, 1)])
@@ -79,7 +80,7 @@ def test_result_is_within_its_bound(case, nodes, transport):
 
 
 @pytest.mark.parametrize("operator", SUMS)
-@pytest.mark.parametrize(("case", "nodes"), on_nodes(SUM_CASES, 4), ids=str)
+@pytest.mark.parametrize(("case", "nodes"), on_nodes(SUM_CASES, 5), ids=str)
 def test_a_sum_is_within_its_bound(operator, case, nodes):
     def program(comm):
         out, expected = call_case(operator, comm, case, 1)
@@ -265,7 +266,7 @@ def test_sums_have_the_same_bits_on_all_ranks_for_any_transport_and_split():
 
 def test_the_same_bits_on_any_number_of_nodes():
     rng = np.random.default_rng(1)
-    a, b = rng.standard_normal((40, 65)), rng.standard_normal((65, 8))
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((40, 65), (65, 8)))
 
     def program(comm):
         return mk.allgather_gemm(a[comm.rows(40)], b, comm=comm).tobytes()
@@ -460,12 +461,11 @@ def test_survivors_of_a_killed_rank_name_it_on_all_nodes(transport, tmp_path, mo
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("nodes", "transport", "ranks"),
-    [("2", "verbs", 4), ("1,2,1", "efa", 4), ("1,1,1,1", "verbs", 4), ("2", "efa", 4)],
+    ("nodes", "transport"), [("2", "verbs"), ("1,2,1", "efa"), ("1,1,1,1", "verbs")]
 )
-def test_the_demo_is_right_between_processes(nodes, transport, ranks):
+def test_the_demo_is_right_between_processes(nodes, transport):
     environment = {"MKERNEL_NODES": nodes, "MKERNEL_TRANSPORT": transport}
-    result = mpirun(ranks, "-m", "mkernel_cp", "demo", env=environment)
+    result = mpirun(4, "-m", "mkernel_cp", "demo", env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"over {transport} on network cards made of software" in result.stdout
-    assert "all 24 rows agree with the reference" in result.stdout
+    assert "all 12 rows agree with the reference" in result.stdout
