@@ -1136,7 +1136,7 @@ def reduction_zones(
     transfer_dtype: np.dtype,
     chosen: HostTile | PortableTile | HopperTile,
     one_shot: bool,
-    nodes: tuple[int, ...] | None = None,
+    nodes: tuple[int, ...],
 ) -> tuple[tuple[int, int], ...]:
     """Return (slots, bytes of one) of each landing zone: what all ranks have at the same places.
 
@@ -1150,7 +1150,6 @@ def reduction_zones(
         sums = accumulator_dtype(out_dtype)
         return ((len(row_counts) * groups * _GROUP * sums.itemsize // _TOLD_BYTES, 0),)
     rows, columns = chosen.part
-    nodes = nodes or (len(row_counts),)
     parts = tile_counts(row_counts, n, (rows, columns, 0))
     added, others = added_parts(parts, nodes)
     sizes = [size for size in nodes for _ in range(size)]

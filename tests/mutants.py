@@ -588,6 +588,19 @@ MUTANTS = {
     "node sums: place of another node": Mutant(
         H + "node_sums.cuh", "network->node - (before ? 1 : 0);", "network->node;", NODES
     ),
+    "node sums: totals sent before they are there": Mutant(
+        H + "node_sums.cuh",
+        "if (!launch_.wait(launch_.agent(), totals.signal(rank, number), 1, sum)) return;",
+        "(void)sum;",
+        NODES,
+    ),
+    "node sums: totals passed on before they are there": Mutant(
+        H + "node_sums.cuh",
+        "if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, part.source, chunk})) "
+        "return;",
+        "(void)arrived;",
+        NODES,
+    ),
     "node sums: overwritten while they are sent": Mutant(
         H + "node_sums.cuh",
         "bytes_of<Partial>(part), added);\n        }\n        mail_.channel().flush();",

@@ -257,6 +257,7 @@ def test_options_that_are_no_integers_are_refused(keywords):
 
 
 def test_options_may_be_any_integers_and_are_hashable():
+    assert mk.Options(split=[1, None, np.int32(2)]).split == (1, None, 2)
     plain = mk.Options(split=(1, 2), tile=(8, 16, 1024), chunk_bytes=4096)
     other = mk.Options(
         split=[np.int64(1), 2], tile=np.array([8, 16, 1024]), chunk_bytes=np.int32(4096)

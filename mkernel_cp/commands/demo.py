@@ -392,7 +392,7 @@ class _Operator:
         return comm.target in self.targets and (self.across_nodes or comm.num_nodes == 1)
 
     def cases_for(self, comm: Communicator) -> Iterator[Any]:
-        """Yield the cases for these ranks; between nodes of two types: that is how bytes differ."""
+        """Yield the cases for these ranks; between nodes two types stand for all."""
         for case in self.cases(comm.size) if self.runs_on(comm) else ():
             if comm.num_nodes == 1 or case.dtype in ("bfloat16", "float32"):
                 yield case
