@@ -80,7 +80,7 @@ def test_result_is_within_its_bound(case, nodes, transport):
 
 
 @pytest.mark.parametrize("operator", SUMS)
-@pytest.mark.parametrize(("case", "nodes"), on_nodes(SUM_CASES, 5), ids=str)
+@pytest.mark.parametrize(("case", "nodes"), on_nodes(SUM_CASES, 8), ids=str)
 def test_a_sum_is_within_its_bound(operator, case, nodes):
     def program(comm):
         out, expected = call_case(operator, comm, case, 1)

@@ -173,7 +173,7 @@ private:
             if (!my_look(now)) continue;
             if (load_relaxed(&world_.pages[rank()]->abort)) return give_up();
             // Everything once more, now that a peer is known to have closed: it may have spoken before that.
-            const bool alone = closed(subject.peer);
+            const bool alone = closed(subject);
             verdict = check(seen = load_acquire(signal));
             if (verdict == Poll::pending) verdict = look();
             if (verdict != Poll::pending) break;
@@ -218,7 +218,11 @@ private:
         return last;
     }
 
-    MK_DEVICE bool closed(u64 peer) const { return peer != everyone && load_acquire(&world_.pages[peer]->closed); }
+    // Whether nothing can come any more. What a peer has sent over the network may be told here when it has gone already.
+    MK_DEVICE bool closed(Subject subject) const {
+        const bool lasts = subject.peer == everyone || (several_nodes && subject.awaited == Awaited::network);
+        return !lasts && load_acquire(&world_.pages[subject.peer]->closed);
+    }
 
     // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
     MK_DEVICE bool enter() {
