@@ -5,7 +5,13 @@
 //   compute  takes the columns stripe by stripe. It multiplies the rows of rank + 1, rank + 2, ... first, and pushes each
 //            finished tile to the owner of its rows; in own rows, the last, it adds what the peers have pushed, the next
 //            rank's first, and pushes the sum to all while the next stripe is multiplied
+// Where there is more than one node, the rows of others come first, and each node sends one sum of them:
+//   inter-reduce   adds what its node has of such rows, pushed to one rank of it, and sends that to their owner; there it
+//                  is added to the sum over the owner's node, in the order of nodes
+//   inter-send     tells the other nodes that this rank has entered the call, and sends the sums of its rows once to each
+//   inter-receive  passes on what they say, and pushes to its node the sums that they send
 #include "mkernel/engine/engine.cuh"
+#include "mkernel/node_sums.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -31,24 +37,29 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     Launch launch(p.world, reduction.split);
     const u64 size = launch.size();
 
-    auto tiles = [&](TileShape shape, RingTiles::Steps steps, u64 agent, u64 agents) {
-        return RingTiles({launch.rank(), size, reduction.row_start, reduction.n, shape}, steps, plan.stripe, agent, agents);
-    };
     auto store = [&] { return Store<OutType>(p.c, reduction.row_start, size); };
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
     auto collect = [&](Launch& self) {
         const TileShape part{reduction.part_rows, reduction.part_columns, 0};
-        for (Tile of_peer : tiles(part, {1, size}, self.member(), self.members()))
-            Sums<OutType>(plan).collect(self, of_peer, store());
+        const RingTiles of_peers(rows_of_all(self, reduction, part, false), {1, size}, plan.stripe, self.member(),
+                                 self.members());
+        for (Tile of_peer : of_peers) Sums<OutType>(plan).collect(self, of_peer, store());
     };
+    using Nodes = NodeSums<SumType, PartialType>;
 
     if (launch.is(Role::mover)) greet(launch), collect(launch);
+    if (several_nodes && launch.is(Role::inter_reduce)) Nodes(launch, reduction).add_and_send(plan.stripe);
+    if (several_nodes && launch.is(Role::inter_send))
+        Nodes(launch, reduction).send(p.message, [&](Nodes& self) { self.send_totals<OutType>(plan); });
+    if (several_nodes && launch.is(Role::inter_receive))
+        Nodes(launch, reduction).receive([&](Nodes& self) { self.pass_on_totals<OutType>(plan); });
 
     if (launch.is(Role::compute)) {
         const bool moves = reduction.split.movers == 0;
-        const u64 team = launch.member() / engine::cluster, teams = launch.members() / engine::cluster;
+        const RingTiles own_rows_last(rows_of_all(launch, reduction, reduction.tile, true), {1, size + 1}, plan.stripe,
+                                      launch.member() / engine::cluster, launch.members() / engine::cluster);
         engine::gemm<Type>(
-            launch, tiles(reduction.tile, {1, size + 1}, team, teams), reduction.tile, reduction.k,
+            launch, own_rows_last, reduction.tile, reduction.k,
             /* source */ [&](Tile t) -> Rows { return {p.a, reduction.row_start[t.source] + t.rows.begin}; }, p.b,
             /* gate   */ [](const Agent&, Tile, Range) { return true; },
             /* sink   */

@@ -3,9 +3,15 @@
 //            (a part of a compute agent, where the plan has no agents for it)
 //   compute  multiplies the rows of rank + 1, rank + 2, ... first, and pushes each finished tile to the owner of its rows;
 //            own rows last: by then the peers' tiles have come, and are added, the next rank's first
+// Where there is more than one node, the rows of others come first, and each node sends one sum of them:
+//   inter-reduce   adds what its node has of such rows, pushed to one rank of it, and sends that to their owner; there it
+//                  is added to the sum over the owner's node, in the order of nodes
+//   inter-send     tells the other nodes that this rank has entered the call
+//   inter-receive  passes on what they say
 // One landing zone instead of two halves: who pushes has seen its owner enter this call, so nothing of an earlier call is
 // in use there.
 #include "mkernel/engine/engine.cuh"
+#include "mkernel/node_sums.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -30,13 +36,16 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     Launch launch(p.world, plan.split);
     const u64 rank = launch.rank(), size = launch.size();
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
+    using Nodes = NodeSums<SumType, PartialType>;
 
     if (launch.is(Role::mover)) greet(launch);
+    if (several_nodes && launch.is(Role::inter_reduce)) Nodes(launch, plan).add_and_send(RingTiles::one_stripe);
+    if (several_nodes && launch.is(Role::inter_send)) Nodes(launch, plan).send(p.message, [](Nodes&) {});
+    if (several_nodes && launch.is(Role::inter_receive)) Nodes(launch, plan).receive([](Nodes&) {});
 
     if (launch.is(Role::compute)) {
-        const RingTiles own_rows_last({rank, size, plan.row_start, plan.n, plan.tile}, {1, size + 1},
-                                      RingTiles::one_stripe, launch.member() / engine::cluster,
-                                      launch.members() / engine::cluster);
+        const RingTiles own_rows_last(rows_of_all(launch, plan, plan.tile, true), {1, size + 1},
+                                      RingTiles::one_stripe, launch.member() / engine::cluster, launch.members() / engine::cluster);
         engine::gemm<Type>(
             launch, own_rows_last, plan.tile, plan.k,
             /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,

@@ -31,6 +31,7 @@ class Role(enum.IntEnum):
     COMPUTE = 1
     INTER_SEND = 2
     INTER_RECEIVE = 3
+    INTER_REDUCE = 4
     HOST = 15
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import operator
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -35,7 +36,8 @@ class Options:
     ----------
     split : tuple of int, optional
         (movers, compute): agents per role; None for compute means as many as there is room and
-        work for. Without movers compute agents do their work too.
+        work for. Without movers compute agents do their work too. Sums over ranks may have a third,
+        inter-reduce: agents that add what leaves their node; nothing within one node.
     tile : tuple of int, optional
         (rows, columns, k) of what an agent computes at a time, each at least 1.
     chunk_bytes : int, optional
@@ -55,7 +57,7 @@ class Options:
     >>> mk.allgather_gemm(a, b, comm=comm, options=mk.Options(split=(2, 6)))
     """
 
-    split: tuple[int, int | None] | None = None
+    split: tuple[int, int | None] | tuple[int, int | None, int] | None = None
     tile: tuple[int, int, int] | None = None
     chunk_bytes: int | None = None
     transfer_dtype: Any = None
@@ -67,23 +69,28 @@ class Options:
             raise TypeError(f"Options(tf32={self.tf32!r}): use True or False")
         if self.transfer_dtype is not None:
             object.__setattr__(self, "transfer_dtype", np.dtype(self.transfer_dtype))
-        for name, length in (("split", 2), ("tile", 3)):
+        for name, lengths, least in (("split", (2, 3), (0, 1, 1)), ("tile", (3,), (1, 1, 1))):
             value = getattr(self, name)
             if value is not None:
+                asked = f"use {' or '.join(map(str, lengths))}"
                 try:
-                    free = name == "split" and len(value) == length and value[1] is None
-                    given = value[:1] if free else value
-                    value = tuple(operator.index(extent) for extent in given)
+                    given = tuple(value)
+                    free = name == "split" and len(given) in lengths and given[1] is None
+                    value = tuple(
+                        None if free and i == 1 else operator.index(extent)
+                        for i, extent in enumerate(given)
+                    )
                 except TypeError:
-                    raise TypeError(f"Options({name}={value!r}): use {length} integers") from None
-                least = (0, 1) if name == "split" else (1,) * length
-                if len(value) != length - free or not all(
-                    low <= extent <= 1024 for low, extent in zip(least, value, strict=False)
+                    raise TypeError(f"Options({name}={value!r}): {asked} integers") from None
+                if len(value) not in lengths or not all(
+                    extent is None or low <= extent <= 1024
+                    for low, extent in zip(least, value, strict=False)
                 ):
                     raise ValueError(
-                        f"Options({name}={value}): use {length} numbers from {least} to 1024"
+                        f"Options({name}={value}): {asked} numbers from {least[: len(value)]} to "
+                        "1024"
                     )
-                object.__setattr__(self, name, (*value, None) if free else value)
+                object.__setattr__(self, name, value)
         for name in ("chunk_bytes", "sm_budget"):
             value = getattr(self, name)
             if value is not None:
@@ -530,11 +537,13 @@ class GemmPlan(PlanFile):
     cluster : int
         Agents that share a tile.
     split : tuple of int
-        (movers, compute): agents per role.
+        (movers, compute): agents per role; of sums between nodes also inter-reduce.
     shared_bytes : int
         Scratch memory of an agent.
     tf32 : bool
         Whether operands are rounded as they are multiplied.
+    nodes : tuple of int
+        Ranks of each node.
     """
 
     rank: int
@@ -547,9 +556,10 @@ class GemmPlan(PlanFile):
     engine: str
     tile: tuple[int, int, int]
     cluster: int
-    split: tuple[int, int]
+    split: tuple[int, ...]
     shared_bytes: int
     tf32: bool
+    nodes: tuple[int, ...]
 
     @property
     def m(self) -> int:
@@ -564,7 +574,28 @@ class GemmPlan(PlanFile):
     @property
     def network_agents(self) -> int:
         """Agents that serve the network."""
-        return 0
+        return 2 if len(self.nodes) > 1 else 0
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes, as this rank sees them."""
+        return Topology(self.rank, self.nodes)
+
+    @property
+    def _letter_bytes(self) -> int:
+        """Bytes of letters and receipts that this rank sends in one call."""
+        topology = self.topology
+        return (len(topology.gateways) + len(topology.sources)) * LETTER_BYTES
+
+    def _between_nodes(self, receivers: list[int]) -> tuple[str, ...]:
+        """Return what leaves the node for some ranks, in words."""
+        if len(self.nodes) == 1:
+            return ()
+        ranks = f"rank{'s' * (len(receivers) > 1)} {', '.join(map(str, receivers)) or 'none'}"
+        return (
+            f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
+            f"{ranks}",
+        )
 
     def _heading(self) -> tuple[str, str]:
         clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
@@ -597,8 +628,6 @@ class AllGatherGemmPlan(GemmPlan):
         So much of k comes from all ranks before more does.
     whole_tiles : int
         Tiles that are not halved; the last ones may be, for all agents to have some of them.
-    nodes : tuple of int
-        Ranks of each node.
     """
 
     operator: ClassVar[str] = "allgather_gemm"
@@ -608,7 +637,6 @@ class AllGatherGemmPlan(GemmPlan):
     chunk: tuple[int, int]
     phase_k: int
     whole_tiles: int
-    nodes: tuple[int, ...]
 
     def chunks(self, rank: int) -> int:
         """Return in how many chunks the rows of a rank come."""
@@ -635,20 +663,13 @@ class AllGatherGemmPlan(GemmPlan):
         """Bytes that this rank pulls in one call from the ranks of its node."""
         if self.n == 0:
             return 0
-        holders = Topology(self.rank, self.nodes).holders
-        return sum(self.row_bytes(r) for r, holder in enumerate(holders) if holder != self.rank)
-
-    @property
-    def network_agents(self) -> int:
-        """Agents that serve the network."""
-        return 2 if len(self.nodes) > 1 else 0
+        holders = enumerate(self.topology.holders)
+        return sum(self.row_bytes(r) for r, holder in holders if holder != self.rank)
 
     @property
     def bytes_to_network(self) -> int:
         """Bytes that this rank sends to other nodes in one call: its rows once to each, letters."""
-        topology = Topology(self.rank, self.nodes)
-        letters = len(topology.gateways) + len(topology.sources)
-        return len(topology.gateways) * self.row_bytes(self.rank) + letters * LETTER_BYTES
+        return len(self.topology.gateways) * self.row_bytes(self.rank) + self._letter_bytes
 
     def writes(self, transport: str) -> list[int]:
         """Return in how many writes each chunk of all ranks comes over the network.
@@ -685,17 +706,8 @@ class AllGatherGemmPlan(GemmPlan):
                 f"A travels in {'F' if self.by_columns else 'C'} order, "
                 f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} "
                 f"({kib:g} KiB) by {self._movers()}",
-                *self._between_nodes(),
+                *self._between_nodes(self.topology.gateways),
             )
-        )
-
-    def _between_nodes(self) -> tuple[str, ...]:
-        if len(self.nodes) == 1:
-            return ()
-        gateways = Topology(self.rank, self.nodes).gateways
-        return (
-            f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
-            f"rank{'s' * (len(gateways) > 1)} {', '.join(map(str, gateways))}",
         )
 
 
@@ -724,10 +736,51 @@ class GemmReduceScatterPlan(GemmPlan):
     zones: tuple[tuple[int, int], ...]
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Parts of tiles of every rank's rows."""
+        return tile_counts(self.row_counts, self.n, (*self.part, 0))
+
+    @property
+    def added_start(self) -> tuple[int, ...]:
+        """Each rank's first part among those that are added where its are, in this node.
+
+        First come those of other nodes' ranks, and then those of the rank that adds them.
+        """
+        holders, parts = self.topology.holders, self.parts
+        each = tuple(enumerate(holders))
+        return tuple(
+            sum(
+                parts[other]
+                for other, theirs in each
+                if theirs == adds != other and (other < rank or rank == adds)
+            )
+            for rank, adds in each
+        )
+
+    @property
+    def receivers(self) -> list[int]:
+        """To which ranks of other nodes this one sends sums."""
+        return self.topology.sources
+
+    @property
+    def chunks(self) -> int:
+        """In how many chunks sums come over the network at the most."""
+        return self.zones[-1][0] if len(self.nodes) > 1 else 0
+
+    def sum_bytes(self, ranks: Iterable[int], dtype: np.dtype) -> int:
+        """Return the bytes of the rows of some ranks."""
+        return sum(self.row_counts[rank] for rank in ranks) * self.n * dtype.itemsize
+
+    @property
     def bytes_from_peers(self) -> int:
-        """Bytes that come to this rank in one call."""
-        peers = len(self.row_counts) - 1
-        return peers * self.row_counts[self.rank] * self.n * self.transfer_dtype.itemsize
+        """Bytes that come to this rank in one call from the ranks of its node."""
+        added = self.rank, *self.topology.sources
+        return (self.topology.local_size - 1) * self.sum_bytes(added, self.transfer_dtype)
+
+    @property
+    def bytes_to_network(self) -> int:
+        """Bytes that this rank sends to other nodes in one call: its node's sums, letters."""
+        return self.sum_bytes(self.topology.sources, self.transfer_dtype) + self._letter_bytes
 
     @property
     def options(self) -> Options:
@@ -741,14 +794,14 @@ class GemmReduceScatterPlan(GemmPlan):
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
-        ranks = len(self.row_counts)
-        order = ", ".join(str((self.rank + step) % ranks) for step in range(ranks))
+        order = " and then ".join(", ".join(map(str, ring)) for ring in self.topology.rings)
         return "\n".join(
             (
                 *self._heading(),
                 f"partial sums travel as {self.transfer_dtype.name} and are added in the order of "
                 f"ranks {order}; {self.bytes_from_peers} bytes come to this rank, into "
                 f"{self.memory} bytes of slots",
+                *self._between_nodes(self.receivers),
             )
         )
 
@@ -783,8 +836,24 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
             every = enumerate(self.row_counts)
             peers = tuple(rows for rank, rows in every if rank != self.rank)
             return _told_bytes(peers, self.m, self.n, self.dtype, self.transfer_dtype)
-        others = self.m - self.row_counts[self.rank]
-        return super().bytes_from_peers + others * self.n * self.out_dtype.itemsize
+        pushed = (r for r, holder in enumerate(self.topology.holders) if holder != self.rank)
+        return super().bytes_from_peers + self.sum_bytes(pushed, self.out_dtype)
+
+    @property
+    def bytes_to_network(self) -> int:
+        """Bytes that this rank sends to other nodes in one call: also the sums of its rows."""
+        once = self.sum_bytes((self.rank,), self.out_dtype)
+        return super().bytes_to_network + len(self.topology.gateways) * once
+
+    @property
+    def receivers(self) -> list[int]:
+        """To which ranks of other nodes this one sends sums."""
+        return self.topology.links
+
+    @property
+    def chunks(self) -> int:
+        """In how many chunks sums come over the network at the most."""
+        return super().chunks + sum(self.parts)
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
@@ -934,7 +1003,7 @@ def choose_split(
     capacity: int,
 ) -> tuple[int, int]:
     """Return how many agents move and how many compute so many tiles."""
-    movers, compute = options.split or (None, None)
+    movers, compute = (options.split or (None, None))[:2]
     if movers is None:
         if chosen.engine == "hopper":
             movers = 0  # a warp of each block moves
@@ -1036,6 +1105,7 @@ def plan_reduction(
     one_shot: bool,
     options: Options,
     capacity: int = 0,
+    nodes: tuple[int, ...] | None = None,
 ) -> GemmReduceScatterPlan:
     """Choose a plan of a kind, for the tile and the form that the ranks have agreed on.
 
@@ -1047,8 +1117,8 @@ def plan_reduction(
     tiles = sum(tile_counts(tiled, n, chosen.tile))
     whole = kind is GemmAllReducePlan
     movers = _COLLECTORS if whole and not one_shot else 1
-    split = choose_split(chosen, ranks, tiles, movers, options, capacity)
-    more: dict[str, Any] = {}
+    split: tuple[int, ...] = choose_split(chosen, ranks, tiles, movers, options, capacity)
+    nodes, more = nodes or (ranks,), {}
     if whole:
         more["one_shot"] = one_shot
         across, waves = math.ceil(n / chosen.tile[1]), tiles * chosen.cluster // (2 * split[1])
@@ -1066,14 +1136,24 @@ def plan_reduction(
         engine=chosen.engine,
         tile=chosen.tile,
         cluster=chosen.cluster,
-        split=split,
+        split=split if len(nodes) == 1 else (*split, *((options.split or ())[2:] or (1,))),
         shared_bytes=chosen.shared_bytes(dtype, accumulator_dtype(dtype)),
         tf32=options.tf32,
+        nodes=nodes,
         part=chosen.part,
         piece_columns=chosen.piece_columns(dtype),
-        zones=reduction_zones(kind, row_counts, n, out_dtype, transfer_dtype, chosen, one_shot),
+        zones=reduction_zones(
+            kind, row_counts, n, out_dtype, transfer_dtype, chosen, one_shot, nodes
+        ),
         **more,
     )
+
+
+def added_parts(parts: tuple[int, ...], nodes: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Return how many parts each rank adds, of so many of every rank, and how many are others'."""
+    ranks = [Topology(rank, nodes) for rank in range(len(parts))]
+    others = [sum(parts[source] for source in rank.sources) for rank in ranks]
+    return [other + own for other, own in zip(others, parts, strict=True)], others
 
 
 def reduction_zones(
@@ -1084,12 +1164,14 @@ def reduction_zones(
     transfer_dtype: np.dtype,
     chosen: HostTile | PortableTile | HopperTile,
     one_shot: bool,
+    nodes: tuple[int, ...],
 ) -> tuple[tuple[int, int], ...]:
     """Return (slots, bytes of one) of each landing zone: what all ranks have at the same places.
 
-    The partial sums of each peer for the parts of the rank that owns most; for `gemm_allreduce`
+    The partial sums of each peer for the parts of the rank that adds most; for `gemm_allreduce`
     also the sums of all. No slot is used twice in a call, so none is waited for. In one shot
-    nothing but signals: they are the sums of all ranks.
+    nothing but signals: they are the sums of all ranks. Between nodes the last three are what a
+    rank adds of others' rows, what leaves its node of them, and what comes from the other nodes.
     """
     if one_shot:
         groups = sum(row_counts) * math.ceil(n / _GROUP)
@@ -1097,11 +1179,18 @@ def reduction_zones(
         return ((len(row_counts) * groups * _GROUP * sums.itemsize // _TOLD_BYTES, 0),)
     rows, columns = chosen.part
     parts = tile_counts(row_counts, n, (rows, columns, 0))
+    added, others = added_parts(parts, nodes)
+    sizes = [size for size in nodes for _ in range(size)]
 
-    def slot_bytes(dtype: np.dtype) -> int:
-        return round_up(rows * columns * dtype.itemsize, _LINE_ALIGNMENT)
+    def zone(slots: int, dtype: np.dtype) -> tuple[int, int]:
+        return slots, round_up(rows * columns * dtype.itemsize, _LINE_ALIGNMENT)
 
-    partials = (len(row_counts) - 1) * max(parts), slot_bytes(transfer_dtype)
-    if kind is not GemmAllReducePlan:
-        return (partials,)
-    return partials, (sum(parts), slot_bytes(out_dtype))
+    pushed = max((size - 1) * count for size, count in zip(sizes, added, strict=True))
+    zones = [zone(pushed, transfer_dtype)]
+    if kind is GemmAllReducePlan:
+        zones.append(zone(sum(parts), out_dtype))
+    if len(nodes) > 1:
+        zones.append(zone(max(others), accumulator_dtype(out_dtype)))
+        zones.append(zone(max(others), transfer_dtype))
+        zones.append(zone((len(nodes) - 1) * max(parts), transfer_dtype))
+    return tuple(zones)

@@ -26,7 +26,9 @@ A sum over ranks has the accumulation term of each rank's partial sum, and besid
     u_transfer * |partial_r|  +  underflow  for each partial sum that crosses a link
 
 where the order of the additions is part of the definition: the owner of a row starts with its own
-partial sum and adds those of the ranks behind it around the ring.
+partial sum and adds those of the ranks behind it around the ring. Where there are several nodes,
+each forms such a sum, another node's starting with the owner's gateway there; that crosses a link
+as one, and the sums of the nodes are added in their order.
 
 `ring_attention` and the operators on experts have bounds of their own, given there; the value is
 accumulated in float64, for float64 operands in NumPy's long double.
@@ -45,6 +47,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
+
+from .topology import Topology
 
 __all__ = [
     "Expected",
@@ -327,6 +331,7 @@ def gemm_reduce_scatter(
     transfer_dtype: DTypeLike | None = None,
     *,
     tf32: bool = False,
+    nodes: Sequence[int] | None = None,
 ) -> Expected:
     """One rank's rows of the sum over ranks of ``a @ b``.
 
@@ -346,6 +351,9 @@ def gemm_reduce_scatter(
         Type of a partial sum that crosses a link; likewise.
     tf32 : bool, optional
         As for `allgather_gemm`.
+    nodes : sequence of int, optional
+        Ranks of each node: sums over each are added in their order, and those of other nodes cross
+        a link once more. Default: all on one.
 
     Returns
     -------
@@ -379,24 +387,38 @@ def gemm_reduce_scatter(
     output, transfer = _output_dtype(dtype, out_dtype), _output_dtype(dtype, transfer_dtype)
     accumulator = accumulator_dtype(dtype)
     rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    order = [(rank + step) % ranks for step in range(ranks)]
-    a64 = [a_blocks[r][rows].astype(np.float64) for r in order]
-    b64 = [b_blocks[r].astype(np.float64) for r in order]
+    sizes = (ranks,) if nodes is None else tuple(nodes)
+    if sum(sizes) != ranks or min(sizes) < 1:
+        raise ValueError(f"nodes {sizes} do not fit {ranks} blocks")
+    topology = Topology(rank, sizes)
+    order = [r for ring in topology.rings for r in ring]
+    a64 = {r: a_blocks[r][rows].astype(np.float64) for r in order}
+    b64 = {r: b_blocks[r].astype(np.float64) for r in order}
     with np.errstate(all="ignore"):
-        whole = np.hstack(a64), np.vstack(b64)
+        whole = np.hstack([*a64.values()]), np.vstack([*b64.values()])
         value = _accurate_product(*whole) if dtype == _FLOAT64 else np.matmul(*whole)
         bound = unit_roundoff(output) * np.abs(value)
         bound += float(ml_dtypes.finfo(output).smallest_subnormal) / 2
+        tiny = float(ml_dtypes.finfo(transfer).smallest_subnormal) / 2
+
+        def crossing(partial: np.ndarray) -> np.ndarray | float:
+            exact = transfer == accumulator
+            return 0.0 if exact else unit_roundoff(transfer) * np.abs(partial) + tiny
+
         total = np.zeros_like(value)
-        for step, (a, b) in enumerate(zip(a64, b64, strict=True)):
-            partial = a @ b
-            total += partial
-            bound += _accumulation_bound(a, b, accumulator, tf32)
-            if step > 0:
+        for node, ring in enumerate(topology.rings):
+            of_node = np.zeros_like(value)
+            for step, r in enumerate(ring):
+                partial = a64[r] @ b64[r]
+                of_node += partial
+                bound += _accumulation_bound(a64[r], b64[r], accumulator, tf32)
+                if step > 0:
+                    bound += unit_roundoff(accumulator) * np.abs(of_node) + crossing(partial)
+            total += of_node
+            if node > 0:
                 bound += unit_roundoff(accumulator) * np.abs(total)
-            if step > 0 and transfer != accumulator:
-                bound += unit_roundoff(transfer) * np.abs(partial)
-                bound += float(ml_dtypes.finfo(transfer).smallest_subnormal) / 2
+            if node != topology.node:
+                bound += crossing(of_node)
     return Expected(value, np.where(np.isfinite(value), bound, 0.0), output)
 
 
@@ -407,12 +429,13 @@ def gemm_allreduce(
     transfer_dtype: DTypeLike | None = None,
     *,
     tf32: bool = False,
+    nodes: Sequence[int] | None = None,
 ) -> Expected:
     """The whole sum over ranks of ``a @ b``, each row as the rank that adds it has it.
 
     Parameters
     ----------
-    a_blocks, b_blocks, out_dtype, transfer_dtype, tf32
+    a_blocks, b_blocks, out_dtype, transfer_dtype, tf32, nodes
         As for `gemm_reduce_scatter`.
 
     Returns
@@ -430,8 +453,9 @@ def gemm_allreduce(
     >>> gemm_allreduce([np.ones((1, 2))] * 3, [np.ones((2, 1))] * 3).value
     array([[6.]])
     """
+    asked = {"tf32": tf32, "nodes": nodes}
     parts = [
-        gemm_reduce_scatter(a_blocks, b_blocks, None, rank, out_dtype, transfer_dtype, tf32=tf32)
+        gemm_reduce_scatter(a_blocks, b_blocks, None, rank, out_dtype, transfer_dtype, **asked)
         for rank in range(max(1, len(a_blocks)))
     ]
     value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))

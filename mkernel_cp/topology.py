@@ -25,7 +25,9 @@ class Topology:
     sources : list of int
         The ranks of other nodes that send to it.
     holders : list of int
-        For every rank, who of this node has what it sends.
+        For every rank, who of this node has what it sends, and adds what is for it.
+    rings : list of list of int
+        Per node, its ranks as they add to what is for this rank: first itself, or its gateway.
 
     Examples
     --------
@@ -44,6 +46,10 @@ class Topology:
         self.gateways = [self.holder(rank, node) for node in nodes if node != self.node]
         self.holders = [self.holder(other, self.node) for other in range(self.size)]
         self.sources = [r for r, holder in enumerate(self.holders) if holder == rank != r]
+        self.rings = [
+            [begin + (self.holder(rank, node) - begin + step) % n for step in range(n)]
+            for node, (begin, n) in enumerate(zip(begins, sizes, strict=True))
+        ]
 
     def holder(self, rank: int, node: int) -> int:
         """Return who of a node stands for a rank: itself, or its gateway there."""

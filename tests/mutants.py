@@ -61,6 +61,7 @@ LAYER = tuple(
 NETWORK = ("test_channel.py", "test_network.py")
 NODE_RACES = ("test_thread_sanitizer.py::test_ranks_as_threads_do_not_race[node_threads.py]",)
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
+NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
 
@@ -215,8 +216,8 @@ MUTANTS = {
     ),
     "slot of another source": Mutant(
         H + "reduction.cuh",
-        "around(launch.rank(), launch.size() - piece.source, launch.size())",
-        "around(piece.source, launch.size() - launch.rank(), launch.size())",
+        "around(launch.rank() - node.begin, back, node.size)",
+        "around(adds - node.begin, node.size - (launch.rank() - node.begin), node.size)",
         SUMS,
     ),
     "wait for partial sums": Mutant(
@@ -233,14 +234,14 @@ MUTANTS = {
     ),
     "push before the owner's call": Mutant(
         H + "reduction.cuh",
-        "return launch.await_call(part.source, plan_->digest);",
-        "return launch.live();",
+        "launch.await_call(launch.holder(part.source), plan_->digest);",
+        "launch.live();",
         INTERLEAVINGS,
     ),
     "push after a failure": Mutant(
         H + "reduction.cuh",
-        "if (launch.live()) store_sums",
-        "store_sums",
+        "if (launch.live()) {\n            if (is_kept",
+        "if (true) {\n            if (is_kept",
         FAILURES,
     ),
     "NaN in place of a sum": Mutant(
@@ -551,6 +552,59 @@ MUTANTS = {
         "return launch_.wait(launch_.agent(), &network_.arrived[launch_.size() + from], 1, "
         "receipt);",
         "return (void)receipt, (void)from, true;",
+        NODES,
+    ),
+    "nodes: half of the letters": Mutant(
+        H + "internode.cuh",
+        "launch_.generation() % 2 * launch_.size() + rank;",
+        "rank;",
+        NODES,
+    ),
+    "node sums: order of nodes": Mutant(
+        H + "reduction.cuh", "own = u32(network.node);", "own = 0;", NODE_ORDER
+    ),
+    "node sums: sent before all of the node is added": Mutant(
+        H + "node_sums.cuh", "if (!pushed_.await(launch_, part)) return;", "", NODES
+    ),
+    "node sums: sent before the gateway's own is there": Mutant(
+        H + "node_sums.cuh",
+        "if (!launch_.wait(launch_.agent(), products.signal(rank, number), 1, product)) return;",
+        "(void)product;",
+        NODES,
+    ),
+    "node sums: sent before the owner's call": Mutant(
+        H + "node_sums.cuh",
+        "if (!launch_.await_call(part.source, plan_.digest)) return;",
+        "",
+        NODES,
+    ),
+    "node sums: wait for other nodes": Mutant(
+        H + "reduction.cuh",
+        "if (!launch.wait(launch.agent(), &network.arrived[2 * launch.size() + chunk], 1, sum)) "
+        "return false;",
+        "(void)sum;",
+        NODES,
+    ),
+    "node sums: place of another node": Mutant(
+        H + "node_sums.cuh", "network->node - (before ? 1 : 0);", "network->node;", NODES
+    ),
+    "node sums: totals sent before they are there": Mutant(
+        H + "node_sums.cuh",
+        "if (!launch_.wait(launch_.agent(), totals.signal(rank, number), 1, sum)) return;",
+        "(void)sum;",
+        NODES,
+    ),
+    "node sums: totals passed on before they are there": Mutant(
+        H + "node_sums.cuh",
+        "if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, part.source, chunk})) "
+        "return;",
+        "(void)arrived;",
+        NODES,
+    ),
+    "node sums: overwritten while they are sent": Mutant(
+        H + "node_sums.cuh",
+        "bytes_of<Partial>(part), added);\n        }\n        mail_.channel().flush();",
+        "bytes_of<Partial>(part), added);\n        }",
         NODES,
     ),
     "attention on GPUs: wait for a panel": Mutant(

@@ -345,6 +345,7 @@ WRONG = {
     ),
     "counts of another world": (ValueError, "2 numbers", A, B, {"row_counts": (4,)}),
     "negative counts": (ValueError, ">= 0", A, B, {"row_counts": (4, -4)}),
+    "a third role": (ValueError, "third role", A, B, {"options": mk.Options(split=(1, 2, 3))}),
     "fractional counts": (TypeError, "integers", A, B, {"row_counts": (4.0, 4.0)}),
     "other counts than rows": (ValueError, "passes 4 rows", A, B, {"row_counts": (5, 5)}),
     "out of another shape": (ValueError, "the result has", A, B, {"out": np.ones((8, 6))}),

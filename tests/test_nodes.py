@@ -1,8 +1,10 @@
 """Ranks on several virtual nodes, which reach each other over the network only."""
 
+import itertools
 import os
 import signal
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import worlds
 from launcher import mpirun
 from shapes import cases, operands
 from test_processes import mishap
+from test_reductions import CLASSES, call, call_case, share
 
 import mkernel_cp as mk
 from mkernel_cp import errors
@@ -17,8 +20,20 @@ from mkernel_cp.topology import Topology
 
 TRANSPORTS = ("verbs", "efa")
 NODES = [(1, 1), (2, 1), (1, 2, 1), (2, 2), (1, 1, 1, 1), (1, 3)]
-CASES = [case for size in (2, 3, 4) for case in cases(count=6, seed=size, world=size, largest=90)]
-A, B = np.ones((4, 6)), np.ones((6, 5))
+SIZES = (2, 3, 4)
+A, B = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
+SUMS = ("gemm_reduce_scatter", "gemm_allreduce")
+OPERATORS = ("allgather_gemm", *SUMS)
+TYPES = "bfloat16", "float32"  # few: it is not the arithmetic that differs between nodes
+CASES, SUM_CASES = (
+    [
+        case
+        for size in SIZES
+        for case in cases(operator, count=6, seed=size, world=size, dtypes=TYPES, largest=90)
+    ]
+    for operator in ("allgather_gemm", "reduction")
+)
+SUM_CASES = [replace(case, transfer_dtype=case.dtype) for case in SUM_CASES]
 
 
 @pytest.mark.parametrize("sizes", [(3,), (1, 2), (2, 1), (1, 2, 1), (2, 3, 1), (1, 1, 1, 1)])
@@ -41,16 +56,15 @@ def test_gateways_share_the_work_evenly():
     assert Topology(1, (4, 2)).holders == [0, 1, 2, 3, 0, 1]
 
 
-def fits(case):
-    return [nodes for nodes in NODES if sum(nodes) == case.world]
+def on_nodes(cases, every):
+    """Some of the cases, each with nodes that it fits."""
+    fits = {size: [nodes for nodes in NODES if sum(nodes) == size] for size in SIZES}
+    some = [(case, fits[case.world]) for case in cases][::every]
+    return [(case, nodes[i % len(nodes)]) for i, (case, nodes) in enumerate(some)]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    ("case", "nodes"),
-    [(case, fits(case)[i % len(fits(case))]) for i, case in enumerate(CASES) if fits(case)][::4],
-    ids=str,
-)
+@pytest.mark.parametrize(("case", "nodes"), on_nodes(CASES, 5), ids=str)
 def test_result_is_within_its_bound(case, nodes, transport):
     def program(comm):
         for seed in (1, 2):
@@ -65,31 +79,65 @@ def test_result_is_within_its_bound(case, nodes, transport):
     worlds.run(case.world, program, nodes=nodes, transport=transport)
 
 
+@pytest.mark.parametrize("operator", SUMS)
+@pytest.mark.parametrize(("case", "nodes"), on_nodes(SUM_CASES, 8), ids=str)
+def test_a_sum_is_within_its_bound(operator, case, nodes):
+    def program(comm):
+        out, expected = call_case(operator, comm, case, 1)
+        expected.assert_close(out, f"rank {comm.rank}")
+
+    worlds.run(case.world, program, nodes=nodes, transport=TRANSPORTS[case.k % 2])
+
+
+class Turns:
+    """Calls one after another, each with operands of its own."""
+
+    def __init__(self, operator, size, calls):
+        rng = np.random.default_rng(size)
+        counts = tuple(int(rows) for rows in rng.integers(0, 40, size))
+        if operator == "gemm_allreduce":
+            counts = mk.reference.array_split_counts(sum(counts), size)
+        m, n, start = sum(counts), 29, np.cumsum([0, *counts])
+        self.counts = counts
+        if operator == "allgather_gemm":
+            data = rng.standard_normal((calls, m, 37)).astype(np.float32)
+            self.b = [np.full((37, n), rank + 1, np.float32) for rank in range(size)]
+            self.a = [[x[start[r] : start[r + 1]] for x in data] for r in range(size)]
+            self.expected = [[x @ b for x in data] for b in self.b]
+            self.options = [mk.Options(chunk_bytes=1000)]
+            return
+        depths = [*rng.integers(1, 30, size - 1), 0]
+        self.a = [rng.standard_normal((calls, m, k)).astype(np.float32) for k in depths]
+        self.b = [rng.standard_normal((k, n)).astype(np.float32) for k in depths]
+        sums = [sum(a[i] @ b for a, b in zip(self.a, self.b, strict=True)) for i in range(calls)]
+        rows = [slice(start[r], start[r + 1]) for r in range(size)]
+        whole = operator == "gemm_allreduce"
+        self.expected = [[x if whole else x[part] for x in sums] for part in rows]
+        splits = (1, 1), (0, 2, 2), (1, 2, 3)
+        self.options = [mk.Options(split=split, tile=(8, 12, 8)) for split in splits]
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("nodes", NODES[1:], ids=str)
-def test_back_to_back_calls_with_late_ranks_and_roles(nodes, transport):
-    size = sum(nodes)
-    rng = np.random.default_rng(size)
-    counts = tuple(int(rows) for rows in rng.integers(0, 40, size))
-    k, columns, calls = 37, 29, 12
-    data = rng.standard_normal((calls, sum(counts), k)).astype(np.float32)
-    start = np.cumsum([0, *counts])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_back_to_back_calls_with_late_ranks_and_roles(operator, nodes, transport):
+    size, calls = sum(nodes), 12
+    turns = Turns(operator, size, calls)
 
     def program(comm):
         lanes = 1 + sum(nodes[:1])
-        delays = (2_000_000, 500_000, 1_000_000, 1_500_000)
+        delays = (2_000_000, 500_000, 1_000_000, 1_500_000, 800_000)
         worlds.chaos(comm, seed=7 * size + lanes, lanes=lanes, delay_ns=delays)
-        a = comm.empty((counts[comm.rank], k), np.float32)
-        b = np.full((k, columns), comm.rank + 1, np.float32)
-        options = mk.Options(chunk_bytes=1000)
+        a, b = comm.empty(turns.a[comm.rank][0].shape, np.float32), turns.b[comm.rank]
         for step in range(calls):
             if step % 3 == 2:
                 comm.barrier()  # generations that the network does not see
-            a[:] = data[step, start[comm.rank] : start[comm.rank + 1]]
+            a[:] = turns.a[comm.rank][step]
             worlds.poison(comm)
-            out = mk.allgather_gemm(a, b, comm=comm, row_counts=counts, options=options)
+            options = turns.options[step % len(turns.options)]
+            out = call(operator, comm, a, b, row_counts=turns.counts, options=options)
             a[:] = np.nan
-            np.testing.assert_allclose(out, data[step] @ b, rtol=0, atol=1e-3)
+            np.testing.assert_allclose(out, turns.expected[comm.rank][step], rtol=0, atol=1e-3)
 
     worlds.run(size, program, nodes=nodes, transport=transport)
 
@@ -111,24 +159,114 @@ def test_each_byte_crosses_the_network_once_and_no_heap_is_mapped(order, transpo
                     out = step(own, b)
                 sent = comm.network.counters()[0] - before[0]
                 assert sent == 3 * step.plan.bytes_to_network
-                letters = 64 * (len(comm.topology.gateways) + len(comm.topology.sources))
-                assert sent == 3 * (2 * counts[comm.rank] * k * 4 + letters)
+                assert sent == 3 * (2 * counts[comm.rank] * k * 4 + letters(comm))
                 assert comm.bytes_from_peers - pulled == 3 * step.plan.bytes_from_peers
             assert np.array_equal(out, np.repeat(np.arange(4), counts)[:, None] * k * b[:1])
-        others = [rank for rank in range(4) if rank not in comm.topology.peers]
         assert comm.segments.pointers.shape[0] > 1
-        assert not comm.segments.pointers[:, others].any()
-        assert comm.segments.pointers[:, comm.topology.peers].all()
-        return comm.network.counters()
+        return maps_its_node_only(comm)
 
     counters = worlds.run(4, program, nodes=(1, 2, 1), transport=transport)
     sent, received, *_ = map(sum, zip(*counters, strict=True))
     assert sent == received
 
 
+def letters(comm):
+    """Bytes of a call besides its data."""
+    return 64 * (len(comm.topology.gateways) + len(comm.topology.sources))
+
+
+def maps_its_node_only(comm):
+    """Check that no heap of another node is mapped; return what its card has counted."""
+    others = [rank for rank in range(comm.size) if rank not in comm.topology.peers]
+    assert not comm.segments.pointers[:, others].any()
+    assert comm.segments.pointers[:, comm.topology.peers].all()
+    return comm.network.counters()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("operator", SUMS)
+def test_a_node_sends_one_sum_of_each_row(operator, transport):
+    """Whatever the tiles: none of them crosses with gaps. One rank has no rows."""
+    m, k, n = 3, 7, 31
+
+    def program(comm):
+        a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
+        rows, topology = comm.row_counts(m), comm.topology
+        for tile in ((2, 12, 8), (5, 40, 3)):
+            with CLASSES[operator](a, b, comm=comm, options=mk.Options(tile=tile)) as step:
+                before, pushed = comm.network.counters(), comm.bytes_from_peers
+                for _ in range(3):
+                    out = step(a, b)
+                    assert (out == 4 * k).all()
+                sent = comm.network.counters()[0] - before[0]
+                assert sent == 3 * step.plan.bytes_to_network
+                assert comm.bytes_from_peers - pushed == 3 * step.plan.bytes_from_peers
+            partial = sum(rows[source] for source in topology.sources)
+            total = len(topology.gateways) * rows[comm.rank] * (operator == "gemm_allreduce")
+            assert sent == 3 * ((partial + total) * n * 4 + letters(comm))
+        return maps_its_node_only(comm)
+
+    counters = worlds.run(4, program, nodes=(1, 2, 1), transport=transport)
+    sent, received, *_ = map(sum, zip(*counters, strict=True))
+    assert sent == received
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 2, 1), (1, 1, 1, 1), (3, 3), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize("operator", SUMS)
+def test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node(operator, nodes):
+    """Every product is exact, and the order of the additions is seen in the last bits."""
+    size = sum(nodes)
+    rng = np.random.default_rng(size)
+    m, n = 13, 31
+    spread = 2.0 ** rng.integers(0, 30, (size, 1, n))
+    b = (rng.standard_normal((size, 1, n)) * spread).astype(np.float32)
+    counts = mk.reference.array_split_counts(m, size)
+    begins = np.cumsum([0, *nodes])
+    home = [node for node, count in enumerate(nodes) for _ in range(count)]
+
+    def row(owner):
+        total = None
+        for node, count in enumerate(nodes):
+            first = owner - begins[home[owner]]
+            of_node = b[begins[node] + first % count]
+            for step in range(1, count):
+                of_node = of_node + b[begins[node] + (first + step) % count]
+            total = of_node if total is None else total + of_node
+        return total
+
+    whole = np.vstack([row(owner) for owner in np.repeat(range(size), counts)])
+
+    def program(comm):
+        a = np.ones((m, 1), np.float32)
+        for options in (mk.Options(split=(1, 1)), mk.Options((0, 2, 3), (2, 8, 8))):
+            out = call(operator, comm, a, b[comm.rank], options=options)
+            np.testing.assert_array_equal(out, whole[share(operator, comm, counts)])
+
+    worlds.run(size, program, nodes=nodes, transport=TRANSPORTS[size % 3 % 2])
+
+
+def test_sums_have_the_same_bits_on_all_ranks_for_any_transport_and_split():
+    """Products are rounded on their way."""
+    rng = np.random.default_rng(2)
+    a, b = rng.standard_normal((3, 40, 25)), rng.standard_normal((3, 25, 18))
+
+    def program(comm):
+        own, other = a[comm.rank].astype("bfloat16"), b[comm.rank].astype("bfloat16")
+        found = []
+        for options in (None, mk.Options((2, 3, 2), (16, 5, 24)), mk.Options((0, 2), (7, 1024, 8))):
+            whole = mk.gemm_allreduce(own, other, comm=comm, options=options)
+            part = mk.gemm_reduce_scatter(own, other, comm=comm, options=options)
+            found.append(whole.tobytes())
+            assert part.tobytes() == whole[comm.rows(40)].tobytes()
+        return found
+
+    results = [worlds.run(3, program, nodes=(1, 2), transport=t) for t in TRANSPORTS]
+    assert len({bits for ranks in results for found in ranks for bits in found}) == 1
+
+
 def test_the_same_bits_on_any_number_of_nodes():
     rng = np.random.default_rng(1)
-    a, b = rng.standard_normal((40, 65)), rng.standard_normal((65, 8))
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((40, 65), (65, 8)))
 
     def program(comm):
         return mk.allgather_gemm(a[comm.rows(40)], b, comm=comm).tobytes()
@@ -139,20 +277,18 @@ def test_the_same_bits_on_any_number_of_nodes():
 
 def test_what_works_within_one_node_only_says_so():
     calls = {
-        "gemm_reduce_scatter": lambda comm: mk.gemm_reduce_scatter(A, B, comm=comm),
-        "gemm_allreduce": lambda comm: mk.gemm_allreduce(A, B, comm=comm),
         "ring_attention": lambda comm: mk.ring_attention(*[np.ones((1, 4, 2, 8))] * 3, comm=comm),
         "moe_dispatch_gemm": lambda comm: mk.moe_dispatch_gemm(A, one, B[None], comm=comm),
         "moe_layer": lambda comm: mk.moe_layer(A, one, one * 1.0, B[None], B.T[None], comm=comm),
     }
     one = np.zeros((len(A), 1), np.int32)
 
-    def program(comm, call):
-        call(comm)
+    def program(comm, one_call):
+        one_call(comm)
 
-    for name, call in calls.items():
+    for name, one_call in calls.items():
         with pytest.raises(mk.ConfigurationError, match=f"{name}.*one node only.*MKERNEL_NODES"):
-            worlds.run(2, program, call, nodes=2)
+            worlds.run(2, program, one_call, nodes=2)
 
 
 def test_a_trace_shows_the_agents_of_the_network(tmp_path):
@@ -160,11 +296,12 @@ def test_a_trace_shows_the_agents_of_the_network(tmp_path):
 
     def program(comm):
         with mk.trace(path):
-            mk.allgather_gemm(A, B, comm=comm)
+            mk.gemm_reduce_scatter(A, B, comm=comm)
 
     worlds.run(3, program, nodes=(2, 1))
     text = path.read_text()
-    for word in ("inter_send", "inter_receive", "over the network", "receipt of rank"):
+    roles = "inter_send", "inter_receive", "inter_reduce"
+    for word in (*roles, "over the network", "receipt of rank"):
         assert word in text
 
 
@@ -191,18 +328,26 @@ def all_are(results, kind, *texts):
         assert text in str(results[0])
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("fault", ["down@1", "down@40", "error@30"])
-def test_a_network_that_fails_is_an_error_on_all_ranks(fault, transport, monkeypatch):
+@pytest.mark.parametrize(
+    ("operator", "fault", "transport"),
+    [
+        *itertools.product(OPERATORS[:1], ["down@1", "down@40", "error@30"], TRANSPORTS),
+        *itertools.product(SUMS, ["error@30"], TRANSPORTS),
+        *zip(SUMS, ["down@1"] * 2, TRANSPORTS, strict=False),
+    ],
+)
+def test_a_network_that_fails_is_an_error_on_all_ranks(operator, fault, transport, monkeypatch):
     monkeypatch.setenv("MKERNEL_FABRIC", f"soft:seed=3,fault={fault}")
+    gathers = operator == "allgather_gemm"
 
     def program(comm):
-        out = np.zeros((12, 5))
+        rows = share(operator, comm, comm.row_counts(len(A)))
+        out = np.zeros((12 if gathers else rows.stop - rows.start, 5), np.float32)
         try:
             for _ in range(20):
-                mk.allgather_gemm(A, B, comm=comm, out=out)
+                call(operator, comm, A, B, out=out)
         except mk.NetworkError:
-            assert (np.isnan(out) | (out == 6)).all()
+            assert (np.isnan(out) | (out == (6 if gathers else 18))).all()
             assert np.isnan(out).any() or fault != "down@1"
             raise
 
@@ -232,34 +377,37 @@ def test_cards_that_differ_in_number_are_an_error_on_all_ranks():
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("warm", [False, True])
-def test_ranks_on_different_nodes_that_differ_are_told(warm, transport):
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_ranks_on_different_nodes_that_differ_are_told(operator, warm, transport):
+    longer = np.ones((5, 6), np.float32)
     others = {
-        "shape": lambda comm: mk.allgather_gemm(np.ones((5, 6)), B, comm=comm),
+        "shape": lambda comm: call(operator, comm, longer, B),
         "barrier": lambda comm: comm.barrier(),
     }
     for other in others.values():
 
         def program(comm, other=other):
             if warm:
-                mk.allgather_gemm(A, B, comm=comm)
-                mk.allgather_gemm(np.ones((5, 6)), B, comm=comm)
+                call(operator, comm, A, B)
+                call(operator, comm, longer, B)
             if comm.rank == 2:
                 return other(comm)
-            return mk.allgather_gemm(A, B, comm=comm)
+            return call(operator, comm, A, B)
 
         results = outcomes(3, program, nodes=(2, 1), transport=transport, entry_timeout=20)
         all_are(results, mk.ArgumentMismatchError, "rank 2 calls")
 
 
-def test_a_rank_of_another_node_that_refuses_or_never_calls():
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_rank_of_another_node_that_refuses_or_never_calls(operator):
     def refuses(comm):
-        mk.allgather_gemm(A, B, comm=comm)
-        mk.allgather_gemm(A, B if comm.rank else B[:3], comm=comm)
+        call(operator, comm, A, B)
+        call(operator, comm, A, B if comm.rank else B[:3])
 
     def leaves(comm):
-        mk.allgather_gemm(A, B, comm=comm)
+        call(operator, comm, A, B)
         if comm.rank:
-            mk.allgather_gemm(A, B, comm=comm)
+            call(operator, comm, A, B)
 
     def main(mpi, program, **options):
         try:
@@ -313,12 +461,11 @@ def test_survivors_of_a_killed_rank_name_it_on_all_nodes(transport, tmp_path, mo
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("nodes", "transport", "ranks"),
-    [("2", "verbs", 4), ("1,2,1", "efa", 4), ("1,1,1,1", "verbs", 4), ("2", "efa", 4)],
+    ("nodes", "transport"), [("2", "verbs"), ("1,2,1", "efa"), ("1,1,1,1", "verbs")]
 )
-def test_the_demo_is_right_between_processes(nodes, transport, ranks):
+def test_the_demo_is_right_between_processes(nodes, transport):
     environment = {"MKERNEL_NODES": nodes, "MKERNEL_TRANSPORT": transport}
-    result = mpirun(ranks, "-m", "mkernel_cp", "demo", env=environment)
+    result = mpirun(4, "-m", "mkernel_cp", "demo", env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"over {transport} on network cards made of software" in result.stdout
-    assert "all 8 rows agree with the reference" in result.stdout
+    assert "all 12 rows agree with the reference" in result.stdout

@@ -215,7 +215,7 @@ def test_plans_are_values():
     "keywords",
     [
         {"split": (1,)},
-        {"split": (1, 2, 3)},
+        {"split": (1, 2, 3, 4)},
         {"split": (1, 0)},
         {"split": (1, -1)},
         {"split": (1, 1025)},
@@ -257,6 +257,7 @@ def test_options_that_are_no_integers_are_refused(keywords):
 
 
 def test_options_may_be_any_integers_and_are_hashable():
+    assert mk.Options(split=[1, None, np.int32(2)]).split == (1, None, 2)
     plain = mk.Options(split=(1, 2), tile=(8, 16, 1024), chunk_bytes=4096)
     other = mk.Options(
         split=[np.int64(1), 2], tile=np.array([8, 16, 1024]), chunk_bytes=np.int32(4096)
@@ -318,13 +319,47 @@ def test_what_is_no_plan_is_refused(tmp_path):
 KINDS = plans.GemmReduceScatterPlan, plans.GemmAllReducePlan
 
 
-def make_reduction(kind, case, rank, options=OPTIONS[0], one_shot=False):
+def make_reduction(kind, case, rank, options=OPTIONS[0], one_shot=False, nodes=None):
     k, dtype = case.k_per_rank[rank], np.dtype(case.dtype)
     tile = plans.choose_tile(case.row_counts, case.n, k, dtype, dtype, options, None)
     return plans.plan_reduction(
         *(kind, rank, case.row_counts, case.n, k, dtype, np.dtype(case.out_dtype)),
         *(np.dtype(case.transfer_dtype), tile, one_shot, options),
+        nodes=nodes,
     )
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 2, 1), (3, 1), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_of_sums_between_nodes_agree_and_each_part_has_a_place(kind, nodes, tmp_path):
+    for case in cases("reduction", count=10, seed=5, world=4):
+        options = mk.Options(split=(1, 2, 3), tile=(16, 24, 8))
+        each = [make_reduction(kind, case, rank, options, nodes=nodes) for rank in range(4)]
+        assert len({(p.zones, p.tile[:2], p.part, p.parts) for p in each}) == 1
+        pushed, products, leaving, arriving = (each[0].zones[i][0] for i in (0, -3, -2, -1))
+        assert products == leaving
+        for plan in each:
+            holders, parts, added = plan.topology.holders, plan.parts, set()
+            for rank, adds in enumerate(holders):
+                if adds == plan.rank:
+                    start = plan.added_start[rank]
+                    added |= set(range(start, start + parts[rank]))
+                    assert rank == adds or start + parts[rank] <= products
+            held = sum(parts[rank] for rank, adds in enumerate(holders) if adds == plan.rank)
+            assert added == set(range(held))
+            assert plans.added_parts(parts, nodes)[0][plan.rank] == held
+            assert pushed >= held * (plan.topology.local_size - 1)
+            assert arriving >= parts[plan.rank] * (len(nodes) - 1)
+            assert plan.split == (1, 2, 3)
+            assert f"nodes of {list(nodes)} ranks: {plan.bytes_to_network} bytes" in plan.explain()
+        sums = sum(p.bytes_to_network for p in each) - 2 * 64 * 4 * (len(nodes) - 1)
+        whole = case.out_dtype if kind is KINDS[1] else None
+        per_element = sum(np.dtype(d).itemsize for d in (case.transfer_dtype, whole) if d)
+        assert sums == (len(nodes) - 1) * case.m * case.n * per_element
+    plan = each[1]
+    plan.save(tmp_path / "plan.json")
+    assert kind.load(tmp_path / "plan.json") == plan
+    assert make_reduction(kind, case, 1, plan.options, nodes=nodes) == plan
 
 
 @pytest.mark.parametrize("kind", KINDS)

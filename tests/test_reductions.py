@@ -58,7 +58,8 @@ def call_case(operator, comm, case, seed, integers=False):
     assert result is out
     whole = operator == "gemm_allreduce"
     return worlds.get(comm, out), worlds.expected_sum(
-        case_of(operator, case), seed, None if whole else comm.rank, integers
+        *(case_of(operator, case), seed, None if whole else comm.rank),
+        *(comm.topology.sizes, integers),
     )
 
 

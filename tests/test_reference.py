@@ -20,6 +20,7 @@ from mkernel_cp.reference import (
     ring_attention,
     unit_roundoff,
 )
+from mkernel_cp.topology import Topology
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 DEPTHS = (1, 2, 3, 16, 17, 64, 100, 333, 1000, 4096)
@@ -423,6 +424,35 @@ class TestSumsOverRanks:
             assert expected.check(added(*blocks, 0, out, transfer)) > 1
 
 
+def added_on_nodes(a_blocks, b_blocks, rank, transfer, nodes, lost=None):
+    """The same in the operands' type, each node's sum first; `lost` is left out."""
+    counts, topology = array_split_counts(SIZE, RANKS), Topology(rank, nodes)
+    rows, total = slice(sum(counts[:rank]), sum(counts[: rank + 1])), None
+    for node, ring in enumerate(topology.rings):
+        of_node = None
+        for peer in ring:
+            partial = sequential(a_blocks[peer][rows], b_blocks[peer])
+            if peer == lost:
+                partial = np.zeros_like(partial)
+            crossed = partial if of_node is None else partial.astype(transfer).astype(partial.dtype)
+            of_node = crossed if of_node is None else of_node + crossed
+        if node != topology.node:
+            of_node = of_node.astype(transfer).astype(of_node.dtype)
+        total = of_node if total is None else total + of_node
+    return total.astype(a_blocks[0].dtype)
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 2, 1), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_between_nodes_pass_in_their_order_and_as_a_whole_only(dtype, nodes):
+    blocks = terms("normal", 33, dtype)
+    for transfer in outputs(dtype):
+        for rank in range(RANKS):
+            expected = gemm_reduce_scatter(*blocks, None, rank, None, transfer, nodes=nodes)
+            assert expected.check(added_on_nodes(*blocks, rank, transfer, nodes)) <= 1
+            assert expected.check(added_on_nodes(*blocks, rank, transfer, nodes, lost=3)) > 1
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_partial_sums_that_are_rounded_twice_are_refused_where_float32_is_asked_for(dtype):
     blocks = terms("normal", 64, dtype)
@@ -470,6 +500,8 @@ def test_operands_of_sums_are_checked():
         gemm_allreduce([a, a.astype("f8")], [b, b.astype("f8")])
     with pytest.raises(TypeError, match="cannot give float16"):
         gemm_reduce_scatter([a], [b], transfer_dtype="float16")
+    with pytest.raises(ValueError, match=r"nodes \(1, 2\) do not fit 2 blocks"):
+        gemm_reduce_scatter([a, a], [b, b], nodes=(1, 2))
 
 
 def draw_attention(kind, n, columns, dtype, heads=(1, 1), batch=1):

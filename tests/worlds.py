@@ -156,13 +156,13 @@ def expected(case: Case, seed: int, rank: int, integers: bool = False) -> refere
 
 
 @functools.lru_cache(maxsize=512)
-def expected_sum(case: ReductionCase, seed: int, rank: int | None, integers: bool = False):
+def expected_sum(case: ReductionCase, seed: int, rank: int | None, nodes, integers: bool = False):
     """The reference of one rank's rows, or of the whole sum."""
     blocks = reduction_operands(case, seed, integers=integers)
     types = case.out_dtype, case.transfer_dtype
     if rank is None:
-        return reference.gemm_allreduce(*blocks, *types)
-    return reference.gemm_reduce_scatter(*blocks, case.row_counts, rank, *types)
+        return reference.gemm_allreduce(*blocks, *types, nodes=nodes)
+    return reference.gemm_reduce_scatter(*blocks, case.row_counts, rank, *types, nodes=nodes)
 
 
 def nan_filled(shape, dtype, order="C"):

@@ -120,7 +120,9 @@ class ReductionBench(OperatorBench):
         # How many of these rows every rank owns.
         counts = np.diff(np.searchsorted(self._machine.asnumpy(rows) + first, starts))
         parts = [
-            reference.gemm_reduce_scatter(a_blocks, b_blocks, counts.tolist(), rank)
+            reference.gemm_reduce_scatter(
+                a_blocks, b_blocks, counts.tolist(), rank, nodes=comm.topology.sizes
+            )
             for rank in range(comm.size)
         ]
         value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))

@@ -146,14 +146,15 @@ def _terms(case: _GemmCase, size: int) -> tuple[list[np.ndarray], list[np.ndarra
 
 def _gemm_reduce_scatter(comm: Communicator, case: _GemmCase) -> _Measured:
     blocks = _terms(case, comm.size)
-    expected = reference.gemm_reduce_scatter(*blocks, case.row_counts, comm.rank, case.out_dtype)
+    where = case.row_counts, comm.rank, case.out_dtype
+    expected = reference.gemm_reduce_scatter(*blocks, *where, nodes=comm.topology.sizes)
     own = (block[comm.rank] for block in blocks)
     return _measure(comm, GemmReduceScatter, expected, *own, row_counts=case.row_counts)
 
 
 def _gemm_allreduce(comm: Communicator, case: _GemmCase) -> _Measured:
     blocks = _terms(case, comm.size)
-    expected = reference.gemm_allreduce(*blocks, case.out_dtype)
+    expected = reference.gemm_allreduce(*blocks, case.out_dtype, nodes=comm.topology.sizes)
     return _measure(comm, GemmAllReduce, expected, *(block[comm.rank] for block in blocks))
 
 
@@ -390,12 +391,18 @@ class _Operator:
         """Return whether it works for these ranks."""
         return comm.target in self.targets and (self.across_nodes or comm.num_nodes == 1)
 
+    def cases_for(self, comm: Communicator) -> Iterator[Any]:
+        """Yield the cases for these ranks; between nodes two types stand for all."""
+        for case in self.cases(comm.size) if self.runs_on(comm) else ():
+            if comm.num_nodes == 1 or case.dtype in ("bfloat16", "float32"):
+                yield case
+
 
 _NOTHING = (None,) * 4
 _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm, across_nodes=True),
-    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter),
-    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
+    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
+    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce, across_nodes=True),
     _Operator("ring_attention", _attention_cases, _ring_attention),
     _Operator(
         "moe_dispatch_gemm", lambda n: _expert_cases(n, *_NOTHING), _moe_dispatch_gemm, ("host",)
@@ -423,7 +430,7 @@ def demo(comm: Communicator, arguments: argparse.Namespace) -> int:
         print(_line([heading for heading, _ in _HEADINGS]), flush=True)
     rows = []
     for operator in _OPERATORS:
-        for case in operator.cases(comm.size) if operator.runs_on(comm) else ():
+        for case in operator.cases_for(comm):
             rows.append(_run(comm, operator, case))
             if verbose:
                 print(rows[-1], flush=True)

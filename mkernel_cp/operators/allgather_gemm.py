@@ -9,7 +9,7 @@ from .. import plan as plans
 from .. import structs
 from ..communicator import Arena, Communicator, extent
 from ..memory import Location
-from ..transport.network import MOST_CHUNKS
+from ..transport.network import check_chunks
 from . import operands
 from .gemm import GemmOperator, GemmSpec
 
@@ -112,7 +112,6 @@ class AllGatherGemm(GemmOperator):
     """
 
     function = "allgather_gemm"
-    across_nodes = True
     params_struct = "AllGatherGemmParams"
     spec_type = _Spec
     plan: plans.AllGatherGemmPlan
@@ -204,11 +203,7 @@ class AllGatherGemm(GemmOperator):
         comm, place = self._comm, structs.shared().Place
         if comm.network is None:
             return {}
-        if chunks > MOST_CHUNKS:
-            raise ValueError(
-                f"{chunks} chunks of {self.plan.chunk}: between nodes use at most {MOST_CHUNKS}; "
-                "Options(chunk_bytes=) makes them larger"
-            )
+        check_chunks(chunks, str(self.plan.chunk), "Options(chunk_bytes=)")
         writes = np.array(self.plan.writes(comm.network.transport), np.uint64)
         return {
             "zone": place(arena.number, arena.data_offset_for(arena.signals)),

@@ -32,6 +32,7 @@ class GemmSpec:
     options : Options
     """
 
+    sums: ClassVar[bool] = False  # whether it adds over ranks
     row_counts: tuple[int, ...]
     out_shape: tuple[int, int]
 
@@ -46,7 +47,7 @@ class GemmSpec:
             )
         self.a_rows = len(a)
         self.out_dtype = plans.output_dtype(self.dtype, dtype)
-        self.options = operands.options(options)
+        self.options = operands.options(options, sums=self.sums)
         if self.options.tf32 and self.dtype != np.float32:
             raise TypeError(
                 f"Options(tf32=True) with operands of {self.dtype}: it rounds float32; leave it out"
@@ -92,7 +93,6 @@ class GemmOperator(abc.ABC):
     """
 
     function: ClassVar[str]
-    across_nodes: ClassVar[bool] = False  # whether it works for ranks on several nodes
     params_struct: ClassVar[str]
     spec_type: ClassVar[type[GemmSpec]]
     plan: plans.GemmPlan
@@ -116,7 +116,6 @@ class GemmOperator(abc.ABC):
     @classmethod
     def _step_for(cls, a: Any, b: Any, comm: Communicator, out: Any, asked: dict[str, Any]) -> Any:
         """Return the plan for a call; made by its first one."""
-        cls._refuse_nodes(comm)
         own, other = _pair(a, b, comm)
         spec = cls.spec_type(own, other, comm, **asked)
         step = comm.plans.get(spec)
@@ -138,16 +137,10 @@ class GemmOperator(abc.ABC):
         """Plan for operands like these, and do not call."""
         operands.check_communicator(comm)
         with comm.calling(f"{type(self).__name__}()"), comm.machine.on(stream):
-            self._refuse_nodes(comm)
             own, other = _pair(a, b, comm)
             spec = self.spec_type(own, other, comm, **asked)
             _output(out, spec, own, other, comm)
             self._set_up(spec, comm, own, other)
-
-    @classmethod
-    def _refuse_nodes(cls, comm: Communicator) -> None:
-        if not cls.across_nodes:
-            comm.refuse_nodes(f"{cls.function}()")
 
     def _set_up(self, spec: Any, comm: Communicator, a: np.ndarray, b: np.ndarray) -> None:
         self._spec, self._comm = spec, comm

@@ -24,7 +24,8 @@ def gemm_allreduce(
 
     Collective. Each rank adds some rows, as in `gemm_reduce_scatter`, and sends the sums to all.
     The columns are taken in stripes, so that one is sent while the next is multiplied. Few rows are
-    not shared out: every rank sends all of its product to every other, and all of them add.
+    not shared out within one node: every rank sends all of its product to every other, and all of
+    them add.
 
     Parameters
     ----------
@@ -53,7 +54,8 @@ def gemm_allreduce(
 
     Notes
     -----
-    Partial sums travel as in `gemm_reduce_scatter`, and the sums in the dtype of the result. Every
+    Partial sums travel as in `gemm_reduce_scatter`, and the sums in the dtype of the result, also
+    once to every other node, where the rank to which they come sends them to the others. Every
     stripe has slots of its own: together they take about the size of the result once as partial
     sums and once as sums, on every rank. Few rows take twice the product of every rank, in the type
     in which it is summed; the result has the same bits either way.
@@ -128,7 +130,7 @@ class GemmAllReduce(ReductionOperator):
 
     def _choose_tile(self) -> Any:
         spec = self._spec
-        self._one_shot = plans.is_one_shot(
+        self._one_shot = self._comm.num_nodes == 1 and plans.is_one_shot(
             *(spec.row_counts, spec.n, spec.dtype, spec.out_dtype, spec.transfer_dtype)
         )
         tile = super()._choose_tile()

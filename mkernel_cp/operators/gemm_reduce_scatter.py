@@ -53,13 +53,16 @@ def gemm_reduce_scatter(
     (row_counts[rank], N) array
         `out`, or a new array. Sums are in float32 (float64 for float64): a rank's own in the order
         of K, and to those of the owner the next rank's are added, then those of the rank after it,
-        around the ring. Equal inputs give equal bits.
+        around the ring. Between nodes, every node adds so, starting with the rank that stands for
+        the owner, and then come the nodes in their order. Equal inputs give equal bits.
 
     Notes
     -----
     Partial sums are rounded to the dtype of the operands on their way (``Options(transfer_dtype=
     "float32")`` keeps those of 16-bit operands exact). They land in slots of their own, which take
-    (R - 1) / R times the size of the largest share of the result times R on every rank.
+    (R - 1) / R times the size of the largest share of the result times R on every rank. What a node
+    has of a row crosses the network once, as one sum, rounded once more. For that a rank has slots
+    for what it adds of other nodes' rows, as it is added and as it is sent, and for what comes.
 
     As every operator, a call on the cuda target returns at once, and can be captured; see
     `allgather_gemm`.

@@ -36,15 +36,21 @@ class Operand:
         self.shadow: np.ndarray = machine.shadow(self.array)
 
 
-def options(value: Any, exact: str = "") -> Options:
+def options(value: Any, exact: str = "", *, sums: bool = False) -> Options:
     """Return the options of a call; TypeError if they are something else.
 
-    `exact` names an operator that does not round float32: it refuses to be asked for that.
+    `exact` names an operator that does not round float32: it refuses to be asked for that. `sums`:
+    the operator adds over ranks, and may have agents that do so between nodes.
     """
     if value is not None and not isinstance(value, Options):
         raise TypeError(f"options is a {type(value).__name__}: use mkernel_cp.Options")
     if exact and value is not None and value.tf32:
         raise TypeError(f"Options(tf32=True): {exact} multiplies float32 as it is; leave it out")
+    if value is not None and not sums and len(value.split or ()) > 2:
+        raise ValueError(
+            f"Options(split={value.split}): only sums over ranks have agents of a third role; use "
+            "(movers, compute)"
+        )
     return value or Options()
 
 

@@ -9,6 +9,7 @@ from .. import plan as plans
 from .. import structs
 from ..communicator import Arena
 from ..reference import accumulator_dtype, array_split_counts
+from ..transport.network import check_chunks
 from . import operands
 from .gemm import GemmOperator, GemmSpec
 
@@ -23,6 +24,8 @@ class ReductionSpec(GemmSpec):
     transfer_dtype : numpy.dtype
         Of partial sums on their way.
     """
+
+    sums = True
 
     def __init__(self, a, b, comm, dtype, options, row_counts: Sequence[int] | None = None):
         super().__init__(a, b, dtype, options)
@@ -68,7 +71,7 @@ class ReductionOperator(GemmOperator):
         spec = self._spec
         zones = plans.reduction_zones(
             *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
-            *(self._tile, self._one_shot),
+            *(self._tile, self._one_shot, self._comm.topology.sizes),
         )
         return sum(slots for slots, _ in zones), sum(slots * nbytes for slots, nbytes in zones)
 
@@ -77,6 +80,7 @@ class ReductionOperator(GemmOperator):
         return plans.plan_reduction(
             *(self.plan_type, self._comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
             *(spec.out_dtype, spec.transfer_dtype, *agreed, spec.options, capacity),
+            self._comm.topology.sizes,
         )
 
     def _choose_tile(self) -> Any:
@@ -105,6 +109,12 @@ class ReductionOperator(GemmOperator):
 
     def _constants(self, arena: Arena, base: int) -> Any:
         structures, plan = structs.shared(), self.plan
+        arrays = {
+            "row_start": plan.row_start,
+            "part_start": np.cumsum([0, *plan.parts]),
+            "added_start": plan.added_start,
+            "added": plans.added_parts(plan.parts, plan.nodes)[0],
+        }
         return structures.GemmReduceScatterPlan(
             split=structures.Split(*plan.split),
             digest=self._comm.digest(self._what),
@@ -114,9 +124,29 @@ class ReductionOperator(GemmOperator):
             part_rows=plan.part[0],
             part_columns=plan.part[1],
             piece_columns=plan.piece_columns,
-            row_start=self._constant("row_start", np.array(plan.row_start, np.int64)),
             partials=self._zone(arena, 0),
+            **{
+                name: self._constant(name, np.array(array, np.int64))
+                for name, array in arrays.items()
+            },
+            **self._between_nodes(arena),
         )
+
+    def _between_nodes(self, arena: Arena) -> dict[str, Any]:
+        """Return the member of the plan that says how sums go to other nodes."""
+        plan, names = self.plan, ("products", "leaving", "arriving")
+        if self._comm.network is None:
+            return {}
+        check_chunks(plan.chunks, f"{plan.part} of a tile", "Options(tile=)")
+        first = len(plan.zones) - len(names)
+        return {
+            "nodes": structs.shared().NodeSumsPlan(
+                first_total=plan.zones[-1][0],
+                chunks=plan.chunks,
+                writes=self._constant("writes", np.ones(plan.chunks, np.uint64)),
+                **{name: self._zone(arena, first + i) for i, name in enumerate(names)},
+            )
+        }
 
     def _zone(self, arena: Arena, number: int) -> Any:
         """Return where a landing zone is, one behind another in the arena of every rank.

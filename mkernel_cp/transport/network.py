@@ -21,6 +21,15 @@ MOST_CHUNKS = 1 << 20
 _QUEUE_PAIRS = 2  # to each peer, on each card
 
 
+def check_chunks(count: int, what: str, remedy: str) -> None:
+    """Raise ValueError if a call has more chunks of something than can be told apart."""
+    if count > MOST_CHUNKS:
+        raise ValueError(
+            f"{count} chunks of {what}: between nodes use at most {MOST_CHUNKS}; {remedy} makes "
+            "them larger"
+        )
+
+
 class _Shared(ctypes.Structure):
     """``Shared`` of network.cpp."""
 

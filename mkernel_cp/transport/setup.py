@@ -37,6 +37,7 @@ class Nodes:
             arrived=network.arrived.ctypes.data,
             letters=network.letters.ctypes.data,
             region=LETTERS,
+            node=topology.node,
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
         self.address = ctypes.addressof(self._struct)

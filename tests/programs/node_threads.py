@@ -20,12 +20,20 @@ def program(comm, lanes):
     a, b = comm.empty((COUNTS[comm.rank], k), np.float32), np.empty((k, n), np.float32)
     options = mk.Options((1, 1), chunk_bytes=3000)
     step = mk.AllGatherGemm(a, b, comm=comm, row_counts=COUNTS, options=options)
-    worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000,) * 4)
+    terms = np.empty((19, 9), np.float32), np.empty((9, 33), np.float32)
+    split = mk.Options((lanes % 2, 1, 2), (8, 16, 8))
+    sums = mk.GemmAllReduce(*terms, comm=comm, options=split)
+    worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000,) * 5)
     for _ in range(5):
         a[...], b[...] = rng.standard_normal(a.shape), rng.standard_normal(b.shape)
         blocks = comm.agree("blocks", lambda: np.array(a))
         if not np.allclose(step(a, b), np.vstack(blocks) @ b, atol=1e-4):
             raise SystemExit("wrong result")
+        for x in terms:
+            x[...] = rng.standard_normal(x.shape)
+        whole = sum(comm.agree("products", lambda: terms[0] @ terms[1]))
+        if not np.allclose(sums(*terms), whole, atol=1e-4):
+            raise SystemExit("wrong sum")
 
 
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):

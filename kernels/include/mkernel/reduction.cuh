@@ -1,4 +1,4 @@
-// Reductions: partial sums of a tile are pushed to a slot at whoever owns its rows, and added there in one order.
+// Reductions: partial sums of a tile are pushed to a slot at whoever adds them, and added there in one order.
 #pragma once
 
 #include "roles.cuh"
@@ -11,6 +11,9 @@ class Zone {
 public:
     MK_DEVICE Zone(const Peers& launch, const ZonePlan& plan) : launch_(launch), plan_(plan) {}
 
+    MK_DEVICE Place place(i64 number) const {
+        return {plan_.slots.segment, plan_.slots.offset + u64(number * plan_.slot_bytes)};
+    }
     MK_DEVICE u8* slot(u64 rank, i64 number) const {
         return static_cast<u8*>(launch_.at(rank, plan_.slots)) + number * plan_.slot_bytes;
     }
@@ -26,35 +29,50 @@ private:
 template <class T>
 MK_DEVICE u64 bytes_of(const Tile& part) { return u64(part.rows.size() * part.columns.size()) * sizeof(T); }
 
+// The rows of all ranks, in tiles or in parts of them. Those of other nodes' ranks have further to go.
+MK_DEVICE RingTiles::Grid rows_of_all(const Launch& launch, const GemmReduceScatterPlan& plan, TileShape shape,
+                                      bool far_first) {
+    return {launch.rank(), launch.size(), plan.row_start, plan.n, shape, launch.node(), far_first};
+}
+
 // The parts of each rank's tiles, by number, and the places in a part: as a slot holds it, piece behind piece, each row by
-// row without gaps. So what is delivered together lies together.
+// row, all without gaps. So what is delivered together lies together, and a part is one run of bytes.
 class Parts {
 public:
     MK_DEVICE Parts(const GemmReduceScatterPlan& plan) : plan_(&plan) {}
 
-    MK_DEVICE i64 count(u64 owner) const {
-        return i64(blocks(plan_->row_start[owner + 1] - plan_->row_start[owner], plan_->part_rows)) * across();
-    }
+    // Of the rows of one rank.
+    MK_DEVICE i64 count(u64 owner) const { return plan_->part_start[owner + 1] - plan_->part_start[owner]; }
     MK_DEVICE i64 within_owner(const Tile& piece) const {
         return i64(u32(piece.rows.begin) / u32(plan_->part_rows)) * across() +
                u32(piece.columns.begin) / u32(plan_->part_columns);
     }
-    MK_DEVICE i64 over_all(const Tile& piece) const {
-        i64 before = 0;
-        for (u64 owner = 0; owner < piece.source; ++owner) before += count(owner);
-        return before + within_owner(piece);
+    MK_DEVICE i64 over_all(const Tile& piece) const { return plan_->part_start[piece.source] + within_owner(piece); }
+
+    // Of those that a rank adds.
+    MK_DEVICE i64 added_by(u64 rank) const { return plan_->added[rank]; }
+    MK_DEVICE i64 where_added(const Tile& piece) const {
+        return plan_->added_start[piece.source] + within_owner(piece);
     }
 
-    MK_DEVICE u32 piece_columns() const { return u32(plan_->piece_columns); }
     MK_DEVICE u32 place(const Tile& piece) const {
         const u32 rows = u32(plan_->part_rows), columns = u32(plan_->part_columns);
-        return u32(piece.columns.begin) % columns * rows + u32(piece.rows.begin) % rows * piece_columns();
+        const u32 row = u32(piece.rows.begin) % rows;
+        const u32 left = u32(plan_->row_start[piece.source + 1] - plan_->row_start[piece.source]) -
+                         (u32(piece.rows.begin) - row);
+        return u32(piece.columns.begin) % columns * (left < rows ? left : rows) + row * u32(piece.columns.size());
+    }
+
+    template <class Visit>
+    MK_DEVICE void each_piece(const Tile& part, Visit visit) const {
+        const i64 first = part.columns.begin;
+        for (Range columns : Blocks(part.columns.size(), plan_->piece_columns))
+            visit(Tile{part.source, part.rows, {first + columns.begin, first + columns.end}});
     }
 
 private:
     // In 32 bits: division of more takes registers from those who still hold sums.
-    static MK_DEVICE u32 blocks(i64 extent, i64 length) { return (u32(extent) + u32(length) - 1) / u32(length); }
-    MK_DEVICE u32 across() const { return blocks(plan_->n, plan_->part_columns); }
+    MK_DEVICE u32 across() const { return (u32(plan_->n) + u32(plan_->part_columns) - 1) / u32(plan_->part_columns); }
 
     const GemmReduceScatterPlan* plan_;
 };
@@ -97,92 +115,96 @@ MK_DEVICE void store_sums(const Agent& agent, const Tile& piece, const View& sta
                [&](u32 row, u32 column) { to[row * pitch + column] = narrow<T>(*staged(row, column)); });
 }
 
-// Pushes a part to its owner. One zone is enough, and nothing is reset: an owner that has entered this call, with this
-// digest, has no use any more for what its arena held in an earlier one, of whatever operator.
+// Pushes a part to whoever adds it: the owner of its rows, or, for those of other nodes, its gateway, which keeps what it
+// adds itself as it is. One zone is enough, and nothing is reset: a rank that has entered this call, with this digest, has
+// no use any more for what its arena held in an earlier one, of whatever operator.
 template <class Acc, class Partial>
 class Push {
 public:
     MK_DEVICE Push(const GemmReduceScatterPlan& plan) : plan_(&plan), parts_(plan) {}
 
     MK_DEVICE bool begin(Launch& launch, const Tile& part) const {
-        return launch.await_call(part.source, plan_->digest);
+        return is_kept(launch, part) ? launch.live() : launch.await_call(launch.holder(part.source), plan_->digest);
     }
 
     template <class View>
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
         const Agent& agent = launch.agent();
-        u8* slot = Zone(launch, plan_->partials).slot(piece.source, number(launch, piece));
-        Partial* to = reinterpret_cast<Partial*>(slot) + parts_.place(piece);
-        if (launch.live()) store_sums<Acc>(agent, piece, staged, to, parts_.piece_columns());
+        if (launch.live()) {
+            if (is_kept(launch, piece)) {
+                u8* slot = Zone(launch, plan_->nodes.products).slot(launch.rank(), parts_.where_added(piece));
+                store_sums<Acc>(agent, piece, staged, reinterpret_cast<Acc*>(slot) + parts_.place(piece),
+                                piece.columns.size());
+            } else {
+                u8* slot = Zone(launch, plan_->partials).slot(launch.holder(piece.source), number(launch, piece));
+                store_sums<Acc>(agent, piece, staged, reinterpret_cast<Partial*>(slot) + parts_.place(piece),
+                                piece.columns.size());
+            }
+        }
         return Writes().complete(agent);
     }
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed sent) const {
-        u64* pushed = Zone(launch, plan_->partials).signal(part.source, number(launch, part));
+        if (is_kept(launch, part)) {
+            u64* kept = Zone(launch, plan_->nodes.products).signal(launch.rank(), parts_.where_added(part));
+            return launch.raise<Scope::device>(kept, 1, sent);
+        }
+        u64* pushed = Zone(launch, plan_->partials).signal(launch.holder(part.source), number(launch, part));
         launch.raise<Scope::system>(pushed, 1, sent);
     }
 
 private:
+    static MK_DEVICE bool is_kept(const Launch& launch, const Tile& piece) {
+        return several_nodes && launch.holder(piece.source) == launch.rank();
+    }
     MK_DEVICE i64 number(const Launch& launch, const Tile& piece) const {
-        const u64 distance = around(launch.rank(), launch.size() - piece.source, launch.size());
-        return i64(distance - 1) * parts_.count(piece.source) + parts_.within_owner(piece);
+        const Node node = launch.node();
+        const u64 adds = launch.holder(piece.source), back = node.size - (adds - node.begin);
+        const u64 distance = around(launch.rank() - node.begin, back, node.size);
+        return i64(distance - 1) * parts_.added_by(adds) + parts_.where_added(piece);
     }
 
     const GemmReduceScatterPlan* plan_;
     Parts parts_;
 };
 
-// Adds what the peers have pushed to an own part: to this rank's sums those of the next rank, and so on around the
-// ring. The result is stored. A lane has `batch` loads under way.
-template <class Acc, class Partial, class T, u32 batch>
-class Sum : public Store<T> {
+// What the other ranks of this node have pushed to this one. It is added to sums of this rank's: that of the next rank, and
+// so on around the ring. A lane has `batch` loads under way.
+template <class Acc, class Partial, u32 batch>
+class Pushed {
 public:
-    MK_DEVICE Sum(const GemmReduceScatterPlan& plan, Store<T> store) : Store<T>(store), parts_(plan), plan_(&plan) {}
+    MK_DEVICE Pushed(const GemmReduceScatterPlan& plan) : plan_(&plan), parts_(plan) {}
 
-    MK_DEVICE bool begin(Launch& launch, const Tile& part) const {
-        const u64 rank = launch.rank(), size = launch.size();
-        const i64 parts = parts_.count(rank), number = parts_.within_owner(part);
+    MK_DEVICE bool await(Launch& launch, const Tile& part) const {
+        const u64 rank = launch.rank(), others = launch.node().size - 1;
+        const i64 parts = parts_.added_by(rank), number = parts_.where_added(part);
         const Zone partials(launch, plan_->partials);
-        for (u64 step = 1; step < size; ++step) {
-            const Subject partial{Awaited::partial, around(rank, step, size), u64(number)};
+        for (u64 step = 1; step <= others; ++step) {
+            const Subject partial{Awaited::partial, launch.neighbour(step), u64(number)};
             if (!launch.wait(launch.agent(), partials.signal(rank, i64(step - 1) * parts + number), 1, partial))
                 return false;
         }
-        if (launch.agent().lane() == 0)
-            fetch_add(launch.world().bytes_from_peers, (size - 1) * bytes_of<Partial>(part));
+        if (launch.agent().lane() == 0) fetch_add(launch.world().bytes_from_peers, others * bytes_of<Partial>(part));
         return launch.live();
     }
 
+    // Lanes may have added up what others are to store.
     template <class View>
-    MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
-        const Agent& agent = launch.agent();
-        if (!launch.live()) {
-            this->fill(agent, piece, not_a_number<T>());
-        } else {
-            const u8* slot = Zone(launch, plan_->partials).slot(launch.rank(), parts_.within_owner(piece));
-            const Partial* pushed = reinterpret_cast<const Partial*>(slot) + parts_.place(piece);
-            if (in_runs<Acc>(piece, staged, pushed, parts_.piece_columns()))
-                add<run_width<Acc>>(launch, piece, staged, pushed);
-            else
-                add<1>(launch, piece, staged, pushed);
-            agent.sync();  // what one lane has added up another may store
-            store(agent, piece, staged);
-        }
-        return Writes().complete(agent);
+    MK_DEVICE void add(Launch& launch, const Tile& piece, View staged) const {
+        const u8* slot = Zone(launch, plan_->partials).slot(launch.rank(), parts_.where_added(piece));
+        const Partial* pushed = reinterpret_cast<const Partial*>(slot) + parts_.place(piece);
+        if (in_runs<Acc>(piece, staged, pushed, piece.columns.size()))
+            add<run_width<Acc>>(launch, piece, staged, pushed);
+        else
+            add<1>(launch, piece, staged, pushed);
     }
 
-    MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
-
-protected:
-    Parts parts_;
-
 private:
-    // Adds to what is staged; whole lines, so that what a slot holds is one run.
     template <u32 width, class View>
     MK_DEVICE void add(Launch& launch, const Tile& piece, View staged, const Partial* pushed) const {
-        const u32 lanes = launch.agent().lanes(), peers = u32(launch.size() - 1);
-        const u32 length = parts_.piece_columns() / width, count = u32(piece.rows.size()) * length;
-        const i64 to_next = parts_.count(launch.rank()) * (plan_->partials.slot_bytes / i64(sizeof(Partial)));
+        const u32 lanes = launch.agent().lanes(), peers = u32(launch.node().size - 1);
+        const u32 length = u32(piece.columns.size()) / width, count = u32(piece.rows.size()) * length;
+        const i64 to_next = parts_.added_by(launch.rank()) * (plan_->partials.slot_bytes / i64(sizeof(Partial)));
         for (u32 first = launch.agent().lane(); first < count; first += batch * lanes) {
             const Partial* from = pushed;
             MK_NO_UNROLL
@@ -203,6 +225,93 @@ private:
         }
     }
 
+    const GemmReduceScatterPlan* plan_;
+    Parts parts_;
+};
+
+// What the other nodes have sent of the rows that this rank owns: the sum over each. With that over this node they are
+// added in the order of nodes.
+template <class Acc, class Partial>
+class OtherNodes {
+public:
+    MK_DEVICE OtherNodes(const GemmReduceScatterPlan& plan) : plan_(&plan), parts_(plan) {}
+
+    MK_DEVICE bool await(Launch& launch, const Tile& part) const {
+        const Network& network = *launch.world().network;
+        for (u64 i = 0; i < network.gateway_count; ++i) {
+            const u64 chunk = i * u64(parts_.count(launch.rank())) + u64(parts_.within_owner(part));
+            const Subject sum{Awaited::network, network.gateways[i], chunk};
+            if (!launch.wait(launch.agent(), &network.arrived[2 * launch.size() + chunk], 1, sum)) return false;
+        }
+        return launch.live();
+    }
+
+    template <class View>
+    MK_DEVICE void add(Launch& launch, const Tile& piece, View staged) const {
+        const u8* slot = Zone(launch, plan_->nodes.arriving).slot(launch.rank(), parts_.within_owner(piece));
+        const Partial* came = reinterpret_cast<const Partial*>(slot) + parts_.place(piece);
+        if (in_runs<Acc>(piece, staged, came, piece.columns.size())) add<run_width<Acc>>(launch, piece, staged, came);
+        else add<1>(launch, piece, staged, came);
+    }
+
+private:
+    template <u32 width, class View>
+    MK_DEVICE void add(Launch& launch, const Tile& piece, View staged, const Partial* came) const {
+        const Network& network = *launch.world().network;
+        const u32 length = u32(piece.columns.size()) / width, own = u32(network.node);
+        const i64 to_next = parts_.count(launch.rank()) * (plan_->nodes.arriving.slot_bytes / i64(sizeof(Partial)));
+        spread(launch.agent(), piece.rows.size(), length, [&](u32 row, u32 run) {
+            auto& sums = Elements<Acc, width>::at(staged(row, run * width));
+            const Partial* from = came + (row * length + run) * width;
+            Elements<Acc, width> total{};
+            for (u32 node = 0; node <= network.gateway_count; ++node) {
+                Elements<Acc, width> term = sums;
+                if (node != own) {
+                    const auto& there = Elements<Partial, width>::at(from);
+                    for (u32 i = 0; i < width; ++i) term.values[i] = widen(there.values[i]);
+                    from += to_next;
+                }
+                for (u32 i = 0; i < width; ++i) total.values[i] = node ? total.values[i] + term.values[i] : term.values[i];
+            }
+            sums = total;
+        });
+    }
+
+    const GemmReduceScatterPlan* plan_;
+    Parts parts_;
+};
+
+// Adds to an own part what the peers have pushed, and then other nodes have sent; the result is stored.
+template <class Acc, class Partial, class T, u32 batch>
+class Sum : public Store<T> {
+public:
+    MK_DEVICE Sum(const GemmReduceScatterPlan& plan, Store<T> store)
+        : Store<T>(store), parts_(plan), pushed_(plan), others_(plan) {}
+
+    MK_DEVICE bool begin(Launch& launch, const Tile& part) const {
+        return pushed_.await(launch, part) && (!several_nodes || others_.await(launch, part));
+    }
+
+    template <class View>
+    MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
+        const Agent& agent = launch.agent();
+        if (!launch.live()) {
+            this->fill(agent, piece, not_a_number<T>());
+        } else {
+            pushed_.add(launch, piece, staged);
+            agent.sync();  // what one lane has added up another may go on with
+            if (several_nodes) others_.add(launch, piece, staged), agent.sync();
+            store(agent, piece, staged);
+        }
+        return Writes().complete(agent);
+    }
+
+    MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
+
+protected:
+    Parts parts_;
+
+private:
     template <class View>
     MK_DEVICE void store(const Agent& agent, const Tile& piece, View staged) const {
         const i64 rows = piece.rows.size(), columns = piece.columns.size(), step = this->to_->column_stride;
@@ -213,10 +322,12 @@ private:
         });
     }
 
-    const GemmReduceScatterPlan* plan_;
+    Pushed<Acc, Partial, batch> pushed_;
+    OtherNodes<Acc, Partial> others_;
 };
 
-// The same, and the result goes to all. They have entered this call, since their partial sums are in it.
+// The same, and the result goes to all of this node, and to where this rank sends it from to others. They have entered this
+// call, since their partial sums are in it.
 template <class Acc, class Partial, class T, u32 batch>
 class SumForAll : public Sum<Acc, Partial, T, batch> {
 public:
@@ -229,9 +340,9 @@ public:
         if (!launch.live()) return stored;
         const Zone sums(launch, plan_->sums);
         const i64 number = this->parts_.over_all(piece);
-        for (u64 peer : RingOrder(launch.rank(), launch.size())) {
-            T* to = reinterpret_cast<T*>(sums.slot(peer, number)) + this->parts_.place(piece);
-            store_sums<Acc>(launch.agent(), piece, staged, to, this->parts_.piece_columns());
+        for (u64 i = nearest; i < launch.node().size; ++i) {
+            T* to = reinterpret_cast<T*>(sums.slot(launch.neighbour(i), number)) + this->parts_.place(piece);
+            store_sums<Acc>(launch.agent(), piece, staged, to, piece.columns.size());
         }
         return Writes().complete(launch.agent());
     }
@@ -239,11 +350,13 @@ public:
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed sent) const {
         const Zone sums(launch, plan_->sums);
         const i64 number = this->parts_.over_all(part);
-        for (u64 peer : RingOrder(launch.rank(), launch.size()))
-            launch.raise<Scope::system>(sums.signal(peer, number), 1, sent);
+        for (u64 i = nearest; i < launch.node().size; ++i)
+            launch.raise<Scope::system>(sums.signal(launch.neighbour(i), number), 1, sent);
     }
 
 private:
+    static constexpr u64 nearest = several_nodes ? 0 : 1;  // neighbour: this rank itself, if it sends
+
     const GemmAllReducePlan* plan_;
 };
 
@@ -293,11 +406,10 @@ public:
         if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))
             return store.fill(agent, part, not_a_number<T>());
         T* landed = reinterpret_cast<T*>(sums.slot(launch.rank(), number));
-        for (Range columns : Blocks(part.columns.size(), parts_.piece_columns())) {
-            const i64 first = part.columns.begin;
-            const Tile piece{part.source, part.rows, {first + columns.begin, first + columns.end}};
-            store.bring(launch, piece, Staged<T>{landed + parts_.place(piece), parts_.piece_columns()});
-        }
+        parts_.each_piece(part, [&](const Tile& piece) {
+            store.bring(launch, piece, Staged<T>{landed + parts_.place(piece), piece.columns.size()});
+        });
+        if (several_nodes && launch.holder(part.source) == launch.rank()) return;  // the network has brought it
         if (agent.lane() == 0) fetch_add(launch.world().bytes_from_peers, bytes_of<T>(part));
     }
 

@@ -1,5 +1,5 @@
-// Roles: which agent does what. The split is the plan's: the first agents move, the others compute; two more serve the
-// network, where there is more than one node.
+// Roles: which agent does what. The split is the plan's: the first agents move, the others compute; where there is more than
+// one node, some add up what leaves it, and two more serve the network.
 #pragma once
 
 #include "courier.cuh"
@@ -7,7 +7,7 @@
 
 namespace mk {
 
-enum class Role : u64 { mover = 0, compute = 1, inter_send = 2, inter_receive = 3 };
+enum class Role : u64 { mover = 0, compute = 1, inter_send = 2, inter_receive = 3, inter_reduce = 4 };
 
 class Launch : public Peers {
 public:
@@ -23,8 +23,12 @@ public:
     }
 
     // This agent among those of its role.
-    MK_DEVICE u64 member() const { return agent().index() - (is(Role::mover) ? 0 : split_.movers); }
-    MK_DEVICE u64 members() const { return is(Role::mover) ? split_.movers : split_.compute; }
+    MK_DEVICE u64 member() const {
+        return agent().index() - (is(Role::mover) ? 0 : split_.movers) - (adds_up() ? split_.compute : 0);
+    }
+    MK_DEVICE u64 members() const {
+        return adds_up() ? split_.inter_reduce : is(Role::mover) ? split_.movers : split_.compute;
+    }
 
     // Agents that read what peers say of their calls: movers, or compute agents where there are none, and inter-send.
     MK_DEVICE u64 readers() const {
@@ -35,8 +39,11 @@ private:
     static MK_DEVICE Role role_of(Split split) {
         const u64 index = Agent::current().index(), others = split.movers + split.compute;
         if (!several_nodes || index < others) return index < split.movers ? Role::mover : Role::compute;
-        return index == others ? Role::inter_send : Role::inter_receive;
+        if (index < others + split.inter_reduce) return Role::inter_reduce;
+        return index == others + split.inter_reduce ? Role::inter_send : Role::inter_receive;
     }
+
+    MK_DEVICE bool adds_up() const { return several_nodes && is(Role::inter_reduce); }
 
     // Test hook: a role that starts late, by a time that differs from call to call and from agent to agent.
     MK_DEVICE void delay() const {

@@ -97,6 +97,7 @@ public:
         i64 columns;
         TileShape tile;
         Node node{0, 0};  // whose ranks come first
+        bool far_first = false;  // or last, if there are others
     };
     struct Steps {
         u64 first, end;  // 0 and `size` are the rank itself
@@ -177,7 +178,13 @@ public:
 
 private:
     MK_DEVICE u32 steps() const { return u32(ceil_div(grid_.columns, stripe_)) * u32(steps_.end - steps_.first); }
-    MK_DEVICE u64 source(u64 step) const { return ring_rank(grid_.rank, step, grid_.size, grid_.node); }
+    MK_DEVICE u64 source(u64 step) const {
+        if (several_nodes && grid_.far_first) {
+            const u64 far = grid_.size - grid_.node.size;
+            step = step <= far ? step + grid_.node.size - 1 : step == grid_.size ? 0 : step - far;
+        }
+        return ring_rank(grid_.rank, step, grid_.size, grid_.node);
+    }
     MK_DEVICE i64 rows(u64 source) const { return grid_.row_start[source + 1] - grid_.row_start[source]; }
 
     Grid grid_;

@@ -58,6 +58,8 @@ template <class>
 class Window;
 template <class>
 class Internode;
+template <class, class>
+class NodeSums;
 
 // Proof that bytes are where they were to go, or that all have read what may now be overwritten: only those who copy,
 // or keep a window, make one, and raise() takes nothing less.
@@ -71,6 +73,8 @@ class Completed {
     friend class Window;
     template <class>
     friend class Internode;
+    template <class, class>
+    friend class NodeSums;
 };
 
 // One launch as one agent sees it: who waits, for which generation, and whether something has already failed.
@@ -175,7 +179,7 @@ private:
             if (!my_look(now)) continue;
             if (load_relaxed(&world_.pages[rank()]->abort)) return give_up();
             // Everything once more, now that a peer is known to have closed: it may have spoken before that.
-            const bool alone = closed(subject.peer);
+            const bool alone = closed(subject);
             verdict = check(seen = load_acquire(signal));
             if (verdict == Poll::pending) verdict = look();
             if (verdict != Poll::pending) break;
@@ -220,7 +224,11 @@ private:
         return last;
     }
 
-    MK_DEVICE bool closed(u64 peer) const { return peer != everyone && load_acquire(&world_.pages[peer]->closed); }
+    // Whether nothing can come any more. What a peer has sent over the network may be told here when it has gone already.
+    MK_DEVICE bool closed(Subject subject) const {
+        const bool lasts = subject.peer == everyone || (several_nodes && subject.awaited == Awaited::network);
+        return !lasts && load_acquire(&world_.pages[subject.peer]->closed);
+    }
 
     // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
     MK_DEVICE bool enter() {

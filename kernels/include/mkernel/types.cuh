@@ -151,6 +151,7 @@ struct Network {
     u64* arrived;     // signals, raised by the proxy: [rank] its letter, [size + rank] its receipt, [2 size + chunk]
     Letter* letters;  // that of this rank, then [generation % 2][rank] of the others, one that nobody reads, a blank one
     u64 region;       // in which letters lie
+    u64 node;         // the number of this one
 };
 
 // A communicator, as its kernels see it. Arrays have one entry per rank.
@@ -173,7 +174,7 @@ struct World {
     HostPage** pages;
     void** segments;          // [segment * size + rank]
     u64 delay_seed;           // test hook: each agent starts up to delay_ns[its role] late
-    u64 delay_ns[4];
+    u64 delay_ns[5];
     Trace* trace;             // of traced launches
 };
 
@@ -181,6 +182,7 @@ struct World {
 struct Split {
     u64 movers;
     u64 compute;
+    u64 inter_reduce;  // of sums between nodes
 };
 
 // A strided matrix; strides in elements.
@@ -244,6 +246,17 @@ struct ZonePlan {
     i64 slot_bytes;
 };
 
+// Sums of a node on their way to the ranks of other nodes that own their rows. Slots have no signals that ranks of a node
+// raise, but for those of `products`.
+struct NodeSumsPlan {
+    ZonePlan products;  // [part of others' rows that is added here]: what this rank adds to it
+    ZonePlan leaving;   // likewise: its sum over this node
+    ZonePlan arriving;  // [other node][part of own rows]: its sum over that node, also the number of its chunk
+    u64 first_total;    // chunks behind, by part, counted over all owners: sums over all ranks
+    u64 chunks;
+    u64* writes;  // [chunk]: in how many it comes over the network
+};
+
 // What does not change from call to call of gemm_reduce_scatter.
 struct GemmReduceScatterPlan {
     Split split;
@@ -255,7 +268,11 @@ struct GemmReduceScatterPlan {
     i64 part_columns;
     i64 piece_columns;  // of a piece of a part, which is delivered at once
     i64* row_start;     // [rank]: the first of the rows that it owns, and the total behind the last
-    ZonePlan partials;  // [ring distance from the owner - 1][part of the owner's tiles]
+    i64* part_start;    // [rank]: the first part of those rows, and the total behind the last
+    i64* added_start;   // [rank]: the same, among the parts that are added where those of its rows are, in this node
+    i64* added;         // [rank]: parts that it adds: of others' rows, as their gateway, and then of its own
+    ZonePlan partials;  // [ring distance from who adds it - 1][part that is added there]
+    NodeSumsPlan nodes;
 };
 
 struct GemmReduceScatterParams {

@@ -66,15 +66,13 @@ public:
     // its message with the next before all have seen it.
     MK_DEVICE bool greet(const CallMessage& message) {
         announce(message);
-        for (u64 i = 1; i < node().size; ++i) {
-            const u64 peer = neighbour(i);
+        for (u64 peer : RingOrder(rank(), size(), node()))
             if (!await_call(peer, message.digest)) return false;
-            have_read(peer, greeters());
-        }
+        for (u64 i = 1; i < node().size; ++i) have_read(neighbour(i), greeters());
         return live();
     }
 
-    // Agents that look at messages where one greets: inter-receive too.
+    // Agents that look at messages where one greets: inter-send too.
     MK_DEVICE u64 greeters() const { return several_nodes ? 2 : 1; }
 
     // The one that is i steps further around the ring of this node.
