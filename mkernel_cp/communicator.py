@@ -109,10 +109,12 @@ class Communicator:
         nodes. The ranks of one host then reach those of another node over the network only, as on
         different hosts; several hosts are not supported yet.
     transport : {'auto', 'verbs', 'efa'}, optional
-        How nodes are reached. 'auto' takes MKERNEL_TRANSPORT; if that is unset, 'verbs'.
+        How nodes are reached. 'auto' takes MKERNEL_TRANSPORT; if that is unset, 'efa' if there is
+        an EFA card, else 'verbs'.
     nics : sequence of str, optional
-        This rank's network cards. Default: MKERNEL_NICS, else the first one of the software
-        network.
+        This rank's network cards, with a colon and the number of a port where that is not the
+        first active one: ``['mlx5_0', 'mlx5_1:2']``. Default: MKERNEL_NICS, else the fastest that
+        are nearest to this rank; on a host without any, nodes meet over one made of software.
     entry_timeout, progress_timeout : float, optional
         Seconds that a call waits for a peer to enter it (default 600), and for a peer that has
         entered it to go on (default 30); 0 means no limit. MKERNEL_TIMEOUT changes the defaults.
@@ -251,6 +253,7 @@ class Communicator:
                 "path yet, so run all ranks on one"
             )
         self.target = first["target"]
+        self._hosts = [0] * self.size
         self.topology = Topology(self.rank, first["nodes"])
         self._asked = first
         if self.target == "cuda" and threads:
@@ -423,8 +426,7 @@ class Communicator:
         """Connect with the ranks of other nodes that this one exchanges data with."""
         asked = self._asked
         self._network = self._end.network = connect(
-            self.topology,
-            self._page_addresses,
+            *(self.topology, self._hosts, self._page_addresses, self._machine.place()),
             *(asked["transport"], self._nics, asked["fabric"]),
             *(self._together, self.mpi.allgather),
         )

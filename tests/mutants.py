@@ -521,6 +521,7 @@ MUTANTS = {
         "flight(number).left = 0, publish();",
         NETWORK,
     ),
+    "network: any address": Mutant("native/cards.h", "if (worth > best)", "if (best < 0)", NETWORK),
     "network: generation of letters": Mutant(
         "native/network.cpp",
         "generation = shared_.letters[bits % 2 * shared_.size + place].generation;",

@@ -286,11 +286,22 @@ def test_an_arrival_that_nobody_expects_is_an_error(connect, transport):
     assert other.await_failure()[0] == 7
 
 
+def test_the_address_is_one_that_is_routed(connect):
+    """Of the three that the card has: RoCE v1, v2 of the link alone, v2 with a global prefix."""
+    one, _ = connect("verbs", cards=2)
+    for address in np.split(np.frombuffer(one.network.addresses()[1], np.uint8), 2):
+        assert address[0] == 0xFD
+
+
 def test_what_cannot_be_opened_or_registered_says_why():
     page = HostPage(Segment.create(HostPage.nbytes()))
     where = (0, 2, [1], [page.address] * 2)
     with pytest.raises(errors.ConfigurationError, match="no network card mlx5_0; there are: soft0"):
         Network(*where, transport="verbs", cards=["mlx5_0"], software=True)
+    with pytest.raises(errors.ConfigurationError, match="soft1:1: this port is not active"):
+        Network(*where, transport="verbs", cards=["soft1:1"], software=True)
+    with pytest.raises(errors.ConfigurationError, match="soft0:2: there is no such port"):
+        Network(*where, transport="verbs", cards=["soft0:2"], software=True)
     with pytest.raises(errors.ConfigurationError, match=r"efadv_query_device \(is it an EFA\?\)"):
         Network(*where, transport="efa", cards=["soft0"], software=True)
     with pytest.raises(errors.ConfigurationError, match=r"libibverbs\.so\.1"):

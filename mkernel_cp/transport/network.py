@@ -16,6 +16,7 @@ from .queue import CommandQueue, lines
 _TEXT_BYTES = 1024
 # Of letters, the first words of a call; segments have lower numbers.
 LETTERS = 0xFFFF
+LIBRARIES = "libibverbs.so.1", "libefa.so.1"
 # Chunks that may come in one call.
 MOST_CHUNKS = 1 << 20
 _QUEUE_PAIRS = 2  # to each peer, on each card
@@ -75,9 +76,9 @@ class Network:
         self._native = compiler.host_library(compiler.native_dir() / "network.cpp")
         self._native.network_address_bytes.restype = ctypes.c_uint64
         self._native.network_context.restype = ctypes.c_void_p
-        self.links, self.cards, self._software = tuple(links), tuple(cards), software
+        self.links, self.cards, self.software = tuple(links), tuple(cards), software
         self.transport = transport
-        paths = (soft.path(),) * 2 if software else ("libibverbs.so.1", "libefa.so.1")
+        paths = (soft.path(),) * 2 if software else LIBRARIES
         self._handle = ctypes.c_void_p()
         self._call(
             errors.ConfigurationError,
@@ -160,7 +161,7 @@ class Network:
 
     def counters(self) -> tuple[int, int, int, int]:
         """Return what the cards have counted: bytes out and in, messages out and in."""
-        if not self._software:
+        if not self.software:
             raise errors.ConfigurationError("only network cards made of software are counted here")
         contexts = (
             self._native.network_context(self._handle, _u64(card))

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import errors, settings, structs
 from ..topology import Topology
-from . import soft
+from . import devices, soft
 from .network import LETTERS, Network
 
 
@@ -21,6 +21,8 @@ class Nodes:
         Of the ``Network`` struct of types.cuh.
     transport : str
         'verbs' or 'efa'.
+    software : bool
+        Whether its cards are made of software.
     """
 
     def __init__(self, network: Network, topology: Topology):
@@ -42,13 +44,15 @@ class Nodes:
         self.address = ctypes.addressof(self._struct)
         self.register, self.learn = network.register, network.learn
         self.unregister, self.counters = network.unregister, network.counters
-        self.transport = network.transport
+        self.transport, self.software = network.transport, network.software
         self.close = network.close
 
 
 def connect(
     topology: Topology,
+    hosts: Sequence[int],
     pages: Sequence[int],
+    place: devices.Place,
     transport: str,
     nics: Sequence[str] | None,
     fabric: settings.SoftFabric | None,
@@ -60,35 +64,63 @@ def connect(
     Parameters
     ----------
     topology : Topology
+    hosts : sequence of int
+        Per rank, a number for its host.
     pages : sequence of int
         Address of every rank's ``HostPage``.
+    place : devices.Place
+        Of this rank's GPU, or of its process.
     transport : {'auto', 'verbs', 'efa'}
     nics : sequence of str or None
-        Names of network cards; None for the first of the software network.
+        Names of network cards; None for those that are nearest.
     fabric : settings.SoftFabric or None
-        What the software network is to do.
+        What the software network is to do; None for real cards, if there are any.
     together : callable
         Runs a step; what fails on one rank is raised on all.
     allgather : callable
     """
-    transport = "verbs" if transport == "auto" else transport
-    cards = tuple(nics or (soft.EFA_CARDS if transport == "efa" else soft.VERBS_CARDS)[:1])
+    facts = allgather((devices.ports(), place, soft.reach()))
+    real = [port for ports, *_ in facts for port in ports]
+    software = fabric is not None or (len(set(hosts)) == 1 and not real)
+    if software and len({reach for *_, reach in facts}) > 1:
+        raise errors.ConfigurationError(
+            "MKERNEL_FABRIC=soft: network cards made of software reach the processes of one host "
+            "only, and these ranks are on several: unset it"
+        )
+    if transport == "auto":
+        transport = "efa" if any(port.kind == devices.EFA for port in real) else "verbs"
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[topology.rank]]
+    places = [facts[rank][1] for rank in here]
+
+    def cards() -> Sequence[str]:
+        if nics is not None:
+            return nics
+        if software:
+            return (soft.EFA_CARDS if transport == "efa" else soft.VERBS_CARDS)[:1]
+        return _nearest(facts[topology.rank][0], places, transport)[here.index(topology.rank)]
+
+    chosen = together(cards)
+    # What was chosen here is cut to what all have; what was asked for is not.
+    given = allgather((len(chosen), nics is None))
+    least = min(count for count, _ in given)
+    counts = [least if automatic else count for count, automatic in given]
+    chosen = chosen[: counts[topology.rank]]
+    if len(set(counts)) > 1:
+        raise errors.ConfigurationError(
+            f"the ranks use different numbers of network cards, {counts}: give each as many in "
+            "nics= or MKERNEL_NICS"
+        )
     opened: list[Network] = []
 
     def start() -> None:
-        soft.configure(fabric or settings.SoftFabric())
+        if software:
+            soft.configure(fabric or settings.SoftFabric())
         where = topology.rank, topology.size, topology.links, pages
-        opened.append(Network(*where, transport=transport, cards=cards, software=True))
+        opened.append(Network(*where, transport=transport, cards=chosen, software=software))
 
     try:
         together(start)
         network = opened[0]
-        counts = allgather(len(cards))
-        if len(set(counts)) > 1:
-            raise errors.ConfigurationError(
-                f"the ranks use different numbers of network cards, {counts}: give each as many in "
-                "nics= or MKERNEL_NICS"
-            )
         addresses = allgather(together(network.addresses))
         theirs = {peer: addresses[peer][topology.rank] for peer in topology.links}
         together(lambda: network.connect(theirs))
@@ -99,3 +131,20 @@ def connect(
         for network in opened:
             network.close()
         raise
+
+
+def _nearest(
+    ports: Sequence[devices.Port], places: Sequence[devices.Place], transport: str
+) -> list[tuple[str, ...]]:
+    """Return the cards of each rank of this host; ConfigurationError if there are none."""
+    fitting = [port for port in ports if (port.kind == devices.EFA) == (transport == "efa")]
+    chosen = devices.choose(fitting, places)
+    if not all(chosen):
+        there = [f"{port.name} ({port.kind}{'' if port.active else ', down'})" for port in ports]
+        raise errors.ConfigurationError(
+            f"nodes on different hosts need a network card for {transport} with an active port, "
+            f"and this host has none (ports: {', '.join(there) or 'none'}): `mkernel-cp doctor` "
+            "shows them; in a container, pass /dev/infiniband and /sys/class/infiniband on; else "
+            "run all ranks on one host"
+        )
+    return chosen

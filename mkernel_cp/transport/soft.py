@@ -1,6 +1,8 @@
 """The network card made of software: a libibverbs and libefa of our own, compiled at first use."""
 
 import ctypes
+import os
+from pathlib import Path
 
 from .. import compiler, settings
 from ..errors import ConfigurationError
@@ -12,6 +14,12 @@ EFA_CARDS = ("soft_efa0", "soft_efa1")
 def path() -> str:
     """Return the path of the library, to be opened in place of libibverbs.so.1 and libefa.so.1."""
     return str(compiler.host_library_path(compiler.native_dir() / "soft.cpp"))
+
+
+def reach() -> tuple[str, int]:
+    """Return what processes have alike whose cards of software reach each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return boot.strip(), os.stat("/proc/self/ns/net").st_ino  # which is as far as sockets reach
 
 
 def configure(fabric: settings.SoftFabric) -> None:

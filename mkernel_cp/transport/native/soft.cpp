@@ -8,7 +8,8 @@ using namespace soft;
 namespace {
 
 constexpr unsigned cards = 4;  // soft0, soft1: reliable connections; soft_efa0, soft_efa1: SRD
-constexpr int gids = 2;        // RoCE v1, RoCE v2
+constexpr unsigned two_ports = 1;  // the card that has two, of which the second is active
+constexpr int gids = 3;            // RoCE v1, RoCE v2 of the link alone, RoCE v2 that is routed
 constexpr uint32_t most_wr = 4096, most_sge = 4, most_inline = 128, efa_inline = 32;
 constexpr int most_cqe = 1 << 20;
 constexpr uint64_t most_bytes = 1 << 30;
@@ -36,22 +37,25 @@ T* refuse(int reason) {
     return nullptr;
 }
 
+unsigned number_of(const ibv_context* context) { return unsigned(context->device - devices()); }
+uint8_t ports_of(const ibv_context* context) { return number_of(context) == two_ports ? 2 : 1; }
+
 ibv_gid gid_of(unsigned card, int index) {
     ibv_gid gid{};
     const uint64_t token = nic().links.token();
-    gid.raw[0] = 0xfe, gid.raw[1] = 0x80, gid.raw[6] = uint8_t(card), gid.raw[7] = uint8_t(index);
+    gid.raw[0] = index == 2 ? 0xfd : 0xfe, gid.raw[1] = 0x80, gid.raw[6] = uint8_t(card), gid.raw[7] = uint8_t(index);
     memcpy(gid.raw + 8, &token, sizeof token);
     return gid;
 }
 
 // Where an address leads; null, and errno, if nowhere.
 Link* link_to(const Context& context, const ibv_ah_attr& to) {
-    const unsigned card = unsigned(context.device - devices());
+    const unsigned card = number_of(&context);
     const int index = to.grh.sgid_index;
     const uint8_t* raw = to.grh.dgid.raw;
     // Cards of one kind are on one network, and the two versions of RoCE do not understand each other.
-    const bool fits = to.is_global && to.port_num == 1 && index < gids && raw[0] == 0xfe && raw[1] == 0x80 &&
-                      raw[7] == index && raw[6] / 2 == card / 2;
+    const bool fits = to.is_global && to.port_num == ports_of(&context) && index < gids && raw[0] >= 0xfd &&
+                      raw[1] == 0x80 && raw[7] == index && raw[6] / 2 == card / 2;
     if (!fits) return refuse<Link>(EINVAL);
     uint64_t token;
     memcpy(&token, raw + 8, sizeof token);
@@ -263,8 +267,8 @@ bool allows(const Step (&steps)[n], ibv_qp_state from, ibv_qp_state to, int mask
     return false;
 }
 
-bool sensible(const ibv_qp_attr& attr, int mask) {
-    return !((mask & IBV_QP_PKEY_INDEX && attr.pkey_index != 0) || (mask & IBV_QP_PORT && attr.port_num != 1) ||
+bool sensible(const ibv_qp_attr& attr, int mask, uint8_t port) {
+    return !((mask & IBV_QP_PKEY_INDEX && attr.pkey_index != 0) || (mask & IBV_QP_PORT && attr.port_num != port) ||
              (mask & IBV_QP_PATH_MTU && (attr.path_mtu < IBV_MTU_256 || attr.path_mtu > IBV_MTU_4096)) ||
              (mask & IBV_QP_TIMEOUT && attr.timeout > 31) || (mask & IBV_QP_RETRY_CNT && attr.retry_cnt > 7) ||
              (mask & IBV_QP_RNR_RETRY && attr.rnr_retry > 7) || (mask & IBV_QP_MIN_RNR_TIMER && attr.min_rnr_timer > 31) ||
@@ -344,15 +348,16 @@ EXPORT int ibv_query_device(ibv_context* context, ibv_device_attr* attr) {
     attr->max_mr_size = ~uint64_t(0), attr->page_size_cap = 4096;
     attr->max_qp = 1 << 16, attr->max_qp_wr = most_wr, attr->max_sge = most_sge;
     attr->max_cq = 1 << 16, attr->max_cqe = most_cqe, attr->max_mr = 1 << 20, attr->max_pd = 1 << 16;
-    attr->max_ah = 1 << 20, attr->max_pkeys = 1, attr->phys_port_cnt = 1;
+    attr->max_ah = 1 << 20, attr->max_pkeys = 1, attr->phys_port_cnt = ports_of(context);
     return 0;
 }
 
-EXPORT int ibv_query_port(ibv_context*, uint8_t port, ibv_port_attr* attr) {
-    if (port != 1) return EINVAL;
+EXPORT int ibv_query_port(ibv_context* context, uint8_t port, ibv_port_attr* attr) {
+    if (port < 1 || port > ports_of(context)) return EINVAL;
     // Who calls this by its old name has an old struct, which ends before what is new.
     memset(attr, 0, offsetof(ibv_port_attr, port_cap_flags2));
-    attr->state = IBV_PORT_ACTIVE, attr->max_mtu = attr->active_mtu = IBV_MTU_4096;
+    attr->state = port == ports_of(context) ? IBV_PORT_ACTIVE : IBV_PORT_DOWN;
+    attr->max_mtu = attr->active_mtu = IBV_MTU_4096;
     attr->gid_tbl_len = gids, attr->max_msg_sz = most_bytes, attr->pkey_tbl_len = 1;
     attr->active_width = 2, attr->active_speed = 32, attr->phys_state = 5;
     attr->link_layer = IBV_LINK_LAYER_ETHERNET;
@@ -360,16 +365,16 @@ EXPORT int ibv_query_port(ibv_context*, uint8_t port, ibv_port_attr* attr) {
 }
 
 EXPORT int ibv_query_gid(ibv_context* context, uint8_t port, int index, ibv_gid* gid) {
-    if (port != 1 || index < 0 || index >= gids) return -1;
-    *gid = gid_of(unsigned(context->device - devices()), index);
+    if (port != ports_of(context) || index < 0 || index >= gids) return -1;
+    *gid = gid_of(number_of(context), index);
     return 0;
 }
 
 EXPORT int _ibv_query_gid_ex(ibv_context* context, uint32_t port, uint32_t index, ibv_gid_entry* entry, uint32_t,
                              size_t size) {
-    if (port != 1 || size < sizeof *entry) return EINVAL;
+    if (port != ports_of(context) || size < sizeof *entry) return EINVAL;
     if (index >= uint32_t(gids)) return ENODATA;
-    const ibv_gid gid = gid_of(unsigned(context->device - devices()), int(index));
+    const ibv_gid gid = gid_of(number_of(context), int(index));
     *entry = {gid, index, port, index == 0 ? uint32_t(IBV_GID_TYPE_ROCE_V1) : uint32_t(IBV_GID_TYPE_ROCE_V2), 0};
     return 0;
 }
@@ -489,7 +494,7 @@ EXPORT int ibv_modify_qp(ibv_qp* pair, ibv_qp_attr* attr, int mask) {
         return 0;
     }
     const bool allowed = qp.is_srd ? allows(srd_steps, from, to, rest) : allows(rc_steps, from, to, rest);
-    if (!allowed || !sensible(*attr, mask)) return EINVAL;
+    if (!allowed || !sensible(*attr, mask, ports_of(pair->context))) return EINVAL;
     if (rest & IBV_QP_AV) {
         qp.link = link_to(*static_cast<Context*>(pair->context), attr->ah_attr);
         if (!qp.link) return errno;
