@@ -1,6 +1,7 @@
 """The proxy on the software network card: what is written arrives, in whole and once."""
 
 import ctypes
+import os
 import time
 
 import numpy as np
@@ -291,6 +292,39 @@ def test_the_address_is_one_that_is_routed(connect):
     one, _ = connect("verbs", cards=2)
     for address in np.split(np.frombuffer(one.network.addresses()[1], np.uint8), 2):
         assert address[0] == 0xFD
+
+
+def test_gpu_memory_is_registered_by_the_first_way_that_works(monkeypatch):
+    """The software card takes no dma-buf, and no address that is not of this process."""
+
+    def export():
+        files.append(os.memfd_create("dma-buf"))
+        return files[-1]
+
+    def refuse():
+        raise errors.Error("the driver gives none")
+
+    page = HostPage(Segment.create(HostPage.nbytes()))
+    data, files = np.zeros(4096, np.uint8), []
+    network = Network(
+        *(0, 2, [1], [page.address] * 2), transport="verbs", cards=["soft0"], software=True
+    )
+    try:
+        found = network.register_gpu(0, data.ctypes.data, 4096, export)
+        assert (found.path, found.place[0]) == ("peermem", data.ctypes.data)
+        assert "dma-buf: soft0: ibv_reg_dmabuf_mr of 4096 bytes: Operation not" in found.refusals
+        found = network.register_gpu(1, 1 << 46, 4096, refuse)
+        assert found[:2] == ("staged", None)
+        assert found.refusals.startswith("dma-buf: the driver gives none; peermem: soft0: ibv_reg_")
+        assert "Bad address (errno 14)" in found.refusals
+        monkeypatch.setattr(network, "register", lambda *asked: asked)
+        found = network.register_gpu(2, 1 << 46, 4096, export)
+        assert found == ("dma-buf", (2, 1 << 46, 4096, files[-1]), "")
+    finally:
+        network.close()
+    for file in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
 
 
 def test_what_cannot_be_opened_or_registered_says_why():

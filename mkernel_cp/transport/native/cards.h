@@ -43,6 +43,7 @@ struct Library {
         find(library, dealloc_pd, "ibv_dealloc_pd");
         find(library, reg_mr, "ibv_reg_mr_iova2");
         find(library, dereg_mr, "ibv_dereg_mr");
+        reg_dmabuf_mr = reinterpret_cast<decltype(reg_dmabuf_mr)>(dlsym(library, "ibv_reg_dmabuf_mr"));  // newer than the rest
         find(library, create_cq, "ibv_create_cq");
         find(library, destroy_cq, "ibv_destroy_cq");
         find(library, create_qp, "ibv_create_qp");
@@ -69,6 +70,7 @@ struct Library {
     ibv_pd* (*alloc_pd)(ibv_context*);
     int (*dealloc_pd)(ibv_pd*);
     ibv_mr* (*reg_mr)(ibv_pd*, void*, size_t, uint64_t, unsigned);
+    ibv_mr* (*reg_dmabuf_mr)(ibv_pd*, uint64_t offset, size_t, uint64_t iova, int fd, int access);
     int (*dereg_mr)(ibv_mr*);
     ibv_cq* (*create_cq)(ibv_context*, int, void*, ibv_comp_channel*, int);
     int (*destroy_cq)(ibv_cq*);
@@ -201,18 +203,25 @@ public:
             if (const int problem = context->ops.post_recv(qp, &receive, &bad)) refuse(name + ": ibv_post_recv", problem);
     }
 
-    ibv_mr* enroll(void* address, uint64_t bytes) {
+    // `dmabuf`: a file that stands for the memory, from its beginning; -1: the card's driver knows the address.
+    ibv_mr* enroll(void* address, uint64_t bytes, int dmabuf) {
         // What is written may become visible in any order, which the immediates allow for.
         const unsigned access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
-        ibv_mr* mr = library_.reg_mr(pd_, address, bytes, reinterpret_cast<uint64_t>(address), access);
+        const uint64_t place = reinterpret_cast<uint64_t>(address);
+        const std::string size = " of " + std::to_string(bytes) + " bytes";
+        if (dmabuf >= 0) {
+            if (!library_.reg_dmabuf_mr) throw std::runtime_error("ibv_reg_dmabuf_mr is missing in the library: it is too old");
+            ibv_mr* mr = library_.reg_dmabuf_mr(pd_, 0, bytes, place, dmabuf, int(access));
+            if (!mr) refuse(name + ": ibv_reg_dmabuf_mr" + size, errno);
+            return mr;
+        }
+        ibv_mr* mr = library_.reg_mr(pd_, address, bytes, place, access);
         if (mr) return mr;
         const int reason = errno;
         rlimit limit{};
         getrlimit(RLIMIT_MEMLOCK, &limit);
         const std::string most = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur);
-        refuse(name + ": ibv_reg_mr of " + std::to_string(bytes) + " bytes (limit of locked memory, ulimit -l: " + most +
-                   " bytes)",
-               reason);
+        refuse(name + ": ibv_reg_mr" + size + " (limit of locked memory, ulimit -l: " + most + " bytes)", reason);
     }
 
 private:

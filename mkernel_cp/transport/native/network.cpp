@@ -46,12 +46,12 @@ public:
 
     std::vector<std::unique_ptr<Card>>& cards() { return cards_; }
 
-    void enroll(u64 number, void* address, u64 bytes, u64* keys) {
+    void enroll(u64 number, void* address, u64 bytes, int dmabuf, u64* keys) {
         Region region;
         region.address = reinterpret_cast<u64>(address);
         try {
             for (auto& card : cards_) {
-                region.here.push_back(card->enroll(address, bytes));
+                region.here.push_back(card->enroll(address, bytes, dmabuf));
                 keys[region.here.size() - 1] = region.here.back()->rkey;
             }
         } catch (...) {
@@ -391,8 +391,9 @@ MK_EXPORT int network_connect(void* network, u64 peer, const CardAddress* addres
 }
 
 // Memory that the cards may read and peers may write; per card, the key for peers.
-MK_EXPORT int network_register(void* network, u64 region, void* address, u64 bytes, u64* keys, char* text, u64 room) {
-    return told(text, room, [&] { of(network).enroll(region, address, bytes, keys); });
+MK_EXPORT int network_register(void* network, u64 region, void* address, u64 bytes, int dmabuf, u64* keys, char* text,
+                               u64 room) {
+    return told(text, room, [&] { of(network).enroll(region, address, bytes, dmabuf, keys); });
 }
 
 MK_EXPORT void network_unregister(void* network, u64 region) { of(network).forget(region); }
