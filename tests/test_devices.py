@@ -1,10 +1,14 @@
 """Which network card a rank uses, on machines that are made up."""
 
+import ctypes
 import os
 
 import pytest
 
-from mkernel_cp.transport import devices
+from mkernel_cp import errors
+from mkernel_cp.commands import doctor
+from mkernel_cp.targets import cuda
+from mkernel_cp.transport import devices, network, soft
 from mkernel_cp.transport.devices import Place, choose, distance
 
 # Two sockets, each with two switches; below each switch are a GPU and two network cards.
@@ -123,6 +127,47 @@ def test_the_second_port_is_named_and_efa_is_known_by_its_driver(tmp_path):
     ]
     assert choose(ports[:2], [Place()]) == [("mlx5_0:2",)]
     assert choose(ports[:1], [Place()] * 2) == [(), ()]
+
+
+def test_doctor_tells_ports_and_who_is_near(machine, monkeypatch):
+    monkeypatch.setattr(devices, "SYSFS", machine)
+    monkeypatch.setattr(cuda, "has_gpu", lambda: False)
+    found = {finding.what: finding.text for finding in doctor._network()}
+    assert found["port mlx5_0"].startswith("InfiniBand, active, 400 Gb/s, NUMA node 0, GIDs: fe80:")
+    assert found["port mlx5_7"].endswith("down, 400 Gb/s, NUMA node 1, GIDs: none")
+    assert "RoCE v2" in found["port mlx5_10"]
+    assert found["verbs here"].startswith("mlx5_0, mlx5_1")
+
+
+def test_doctor_tells_how_cards_reach_gpus(machine, monkeypatch):
+    """On a card that reaches none, and then on one that does."""
+
+    def refuse(*memory):
+        raise errors.Error("CUDA driver: CUDA_ERROR_NOT_SUPPORTED")
+
+    address = f"{4 * '0'}:2B:00.0"
+    (machine / "bus/pci/devices" / address.lower() / "resource1").write_bytes(bytes(1 << 21))
+    monkeypatch.setattr(devices, "SYSFS", machine)
+    monkeypatch.setattr(network, "LIBRARIES", (soft.path(),) * 2)
+    monkeypatch.setattr(cuda, "has_gpu", lambda: True)
+    monkeypatch.setattr(cuda, "on_pci", lambda: [cuda.PciGpu(0, address, "this GPU")])
+    monkeypatch.setattr(cuda, "export_dmabuf", refuse)
+    monkeypatch.setattr(devices, "choose", lambda ports, _: [("soft0",) if ports else ()])
+    data = bytearray(4096)
+    own = ctypes.addressof(ctypes.c_ubyte.from_buffer(data))
+    for place, state, words in (
+        (
+            1 << 46,
+            "warning",
+            ("soft0: staged", "dma-buf: CUDA driver", "not loaded; BAR1 has 2 MiB"),
+        ),
+        (own, "ok", ("soft0: peermem; what they write is ordered for this GPU",)),
+    ):
+        monkeypatch.setattr(cuda, "with_memory", lambda _, work, at=place: work(at, 4096))
+        *_, finding = doctor._network()
+        assert (finding.state, finding.what) == (state, "verbs, GPU 0")
+        for word in words:
+            assert word in finding.text
 
 
 def test_a_process_is_where_all_its_cpus_are(tmp_path):

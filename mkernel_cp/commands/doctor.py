@@ -1,5 +1,6 @@
 """`doctor`: what this machine has and lacks, and the command that mends it."""
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -11,19 +12,22 @@ import sys
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 from .. import __version__, compiler, settings
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, Error
 from ..targets import cuda
+from ..transport import devices
+from ..transport.network import Network
 from .job import launched_rank, speaks
 
 _PACKAGES = ("numpy", "ml_dtypes", "mpi4py")
 _PROGRAM = "#include <atomic>\n#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 _RANKS = 4
+_GIDS = 3  # of a port, that are told
 
 
 class Finding(NamedTuple):
@@ -227,31 +231,60 @@ def _try_pidfd() -> None:
 
 
 def _network() -> Iterator[Finding]:
-    """Real network cards are listed; what is used between nodes so far is made of software."""
+    """What can lie between nodes: libraries, ports of network cards, and who is near to which."""
     for library, package in (("libibverbs.so.1", "libibverbs1"), ("libefa.so.1", "libefa")):
         try:
             ctypes.CDLL(library)
             yield Finding("ok", library, "loads")
         except OSError:
             yield Finding("ok", library, f"not here ({package}); within a node nothing needs it")
-    cards = sorted(Path("/sys/class/infiniband").glob("*"))
-    for card in cards:
-        port = card / "ports" / "1"
-        facts = [_line_of(port / name) for name in ("link_layer", "state", "rate")]
-        gids = sum(set(_line_of(gid)) - set("0:") != set() for gid in (port / "gids").glob("*"))
-        numa = _line_of(card / "device" / "numa_node")
-        yield Finding(
-            "ok", f"card {card.name}", f"{', '.join(facts)}, {gids} GIDs, NUMA node {numa}"
-        )
-    soft = "between virtual nodes (MKERNEL_NODES) they are made of software"
-    yield Finding("ok", "network cards", f"{len(cards)} in this machine; {soft}")
+    ports = devices.ports()
+    for port in ports:
+        state = "active" if port.active else "down"
+        more = f" and {len(port.gids) - _GIDS} more" if len(port.gids) > _GIDS else ""
+        gids = ", ".join(port.gids[:_GIDS]) or "none"
+        text = f"{port.kind}, {state}, {port.gbits:g} Gb/s, NUMA node {port.place.numa_node}"
+        yield Finding("ok", f"port {port.name}", f"{text}, GIDs: {gids}{more}")
+    if not ports:
+        soft = "between virtual nodes (MKERNEL_NODES) they are made of software"
+        yield Finding("ok", "network cards", f"none in this machine; {soft}")
+        return
+    gpus: list[cuda.PciGpu] = []
+    if cuda.has_gpu():
+        with contextlib.suppress(ConfigurationError):  # told with the target
+            gpus = cuda.on_pci()
+    for transport in ("verbs", "efa"):
+        fitting = [port for port in ports if (port.kind == devices.EFA) == (transport == "efa")]
+        places = [devices.of_pci(gpu.address) for gpu in gpus] or [devices.of_process()]
+        for i, cards in enumerate(devices.choose(fitting, places)):
+            if cards and not gpus:
+                yield Finding("ok", f"{transport} here", ", ".join(cards))
+            elif cards:
+                yield _gpu_and_cards(gpus[i], transport, cards)
 
 
-def _line_of(file: Path) -> str:
+def _gpu_and_cards(gpu: cuda.PciGpu, transport: str, cards: Sequence[str]) -> Finding:
+    """Have the nearest cards register memory of a GPU, and tell how that went."""
+    what, text = f"{transport}, GPU {gpu.index}", ", ".join(cards)
     try:
-        return file.read_text(errors="replace").strip()
-    except OSError:
-        return "unknown"
+        with contextlib.closing(
+            Network(0, 1, (), (0,), transport=transport, cards=cards, software=False)
+        ) as network:
+            found = cuda.with_memory(
+                gpu.index, lambda *m: network.register_gpu(0, *m, lambda: cuda.export_dmabuf(*m))
+            )
+    except Error as error:
+        return Finding("warning", what, f"{text}: {error}")
+    facts = f"{text}: {found.path}; what they write is ordered for {gpu.ordering}"
+    if found.path != "staged":
+        return Finding("ok", what, facts)
+    bar = devices.bar_bytes(gpu.address)
+    module = "loaded" if devices.has_module("nvidia_peermem") else "not loaded"
+    why = f"{found.refusals}; nvidia_peermem is {module}; BAR1 has {bar >> 20} MiB"
+    mend = (
+        "modprobe nvidia_peermem, or a driver and kernel (5.12) with dma-buf; ulimit -l unlimited"
+    )
+    return Finding("warning", what, f"{facts} ({why})", mend)
 
 
 def _environment() -> Iterator[Finding]:

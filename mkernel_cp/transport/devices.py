@@ -79,6 +79,19 @@ def of_process(sysfs: Path | None = None) -> Place:
     return Place()
 
 
+def bar_bytes(address: str, sysfs: Path | None = None) -> int:
+    """Return how much of a GPU's memory other PCI devices can reach at a time; 0: unknown."""
+    try:
+        return ((sysfs or SYSFS) / "bus/pci/devices" / address.lower() / "resource1").stat().st_size
+    except OSError:
+        return 0
+
+
+def has_module(name: str) -> bool:
+    """Return whether the kernel has loaded a module."""
+    return (SYSFS / "module" / name).is_dir()
+
+
 def distance(one: Place, other: Place) -> int:
     """Return how far two devices are from each other: a measure of order only."""
     pairs = zip(one.path, other.path, strict=False)
