@@ -521,6 +521,12 @@ MUTANTS = {
         "flight(number).left = 0, publish();",
         NETWORK,
     ),
+    "network: what is given back": Mutant(
+        "native/network.cpp",
+        "if (flushed_ && now() - flushed_ > patience_ns)",
+        "if (false)",
+        NETWORK,
+    ),
     "network: any address": Mutant("native/cards.h", "if (worth > best)", "if (best < 0)", NETWORK),
     "network: generation of letters": Mutant(
         "native/network.cpp",

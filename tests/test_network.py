@@ -251,7 +251,10 @@ def test_a_lost_message_comes_again_or_is_reported(connect, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("fault", "status"),
-    [("down@1", {"verbs": 12, "efa": 20}), ("error@3", {"verbs": 11, "efa": 11})],
+    [
+        ("down@1", {"verbs": 12, "efa": 20}),
+        ("error@3", {"verbs": 11, "efa": 11}),
+    ],
 )
 def test_an_error_completion_becomes_a_record_on_all_ranks(connect, transport, fault, status):
     one, other = connect(transport, fault=fault)
@@ -266,6 +269,16 @@ def test_an_error_completion_becomes_a_record_on_all_ranks(connect, transport, f
         time.sleep(1e-3)
     for rank in (one, other):
         assert rank.page.words.abort == 1 | 1 << 33
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_card_that_dies_says_no_more_than_that_it_gives_all_back(connect, transport):
+    one, other = connect(transport, fault="dies@1")
+    other.enter([1])
+    one.enter([])
+    one.write(1, 0, 0, 1, 100, 100, 100)
+    own = one.rank  # it does not know whose fault it is
+    assert one.await_failure() == (5, own, TRANSPORTS[transport][0])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -1,7 +1,9 @@
 """Ranks on several virtual nodes, which reach each other over the network only."""
 
 import os
+import resource
 import signal
+import threading
 import time
 
 import numpy as np
@@ -14,6 +16,7 @@ from test_processes import mishap
 import mkernel_cp as mk
 from mkernel_cp import errors
 from mkernel_cp.topology import Topology
+from mkernel_cp.transport import devices, network, soft
 
 TRANSPORTS = ("verbs", "efa")
 NODES = [(1, 1), (2, 1), (1, 2, 1), (2, 2), (1, 1, 1, 1), (1, 3)]
@@ -192,7 +195,7 @@ def all_are(results, kind, *texts):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("fault", ["down@1", "down@40", "error@30"])
+@pytest.mark.parametrize("fault", ["down@1", "down@40", "error@30", "dies@1", "dies@40"])
 def test_a_network_that_fails_is_an_error_on_all_ranks(fault, transport, monkeypatch):
     monkeypatch.setenv("MKERNEL_FABRIC", f"soft:seed=3,fault={fault}")
 
@@ -203,19 +206,67 @@ def test_a_network_that_fails_is_an_error_on_all_ranks(fault, transport, monkeyp
                 mk.allgather_gemm(A, B, comm=comm, out=out)
         except mk.NetworkError:
             assert (np.isnan(out) | (out == 6)).all()
-            assert np.isnan(out).any() or fault != "down@1"
+            assert np.isnan(out).any() or not fault.endswith("@1")
             raise
 
     began = time.monotonic()
     results = outcomes(3, program, nodes=(2, 1), transport=transport)
     assert time.monotonic() - began < 10
-    all_are(results, mk.NetworkError, "network card soft", "in an exchange with rank")
+    told = {"dies": "status"}.get(fault[:4], "in an exchange with rank")
+    all_are(results, mk.NetworkError, "network card soft", told)
 
 
-def test_registration_that_is_refused_is_an_error_on_all_ranks(monkeypatch):
-    monkeypatch.setenv("MKERNEL_FABRIC", "soft:fault=refuse")
-    results = outcomes(3, lambda comm: None, nodes=(2, 1))
-    all_are(results, mk.NetworkError, "rank 0: soft0: ibv_reg_mr", "ulimit -l", "errno 12")
+@pytest.fixture
+def little_memory_to_lock():
+    most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, most[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, most)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "texts"),
+    [
+        ("absent", mk.ConfigurationError, ("no network card soft", "there are: none")),
+        ("denied", mk.ConfigurationError, ("ibv_open_device (may this user", "errno 13")),
+        ("refuse", mk.NetworkError, ("ibv_reg_mr of", "errno 95")),
+        ("memlock", mk.NetworkError, ("ulimit -l: 65536 bytes", "errno 12")),
+    ],
+)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.usefixtures("little_memory_to_lock")
+def test_what_a_card_refuses_is_an_error_on_all_ranks(fault, kind, texts, transport, monkeypatch):
+    """Nothing is left, and the next communicator works."""
+
+    def program(comm):
+        mk.allgather_gemm(comm.asarray(A), B, comm=comm)  # its operand is too much to lock
+
+    options = {"nodes": (2, 1), "transport": transport}
+    worlds.run(3, program, **options)
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    monkeypatch.setenv("MKERNEL_FABRIC", f"soft:fault={fault}")
+    began = time.monotonic()
+    all_are(outcomes(3, program, **options), kind, "rank 0: ", *texts)
+    assert time.monotonic() - began < 10
+    monkeypatch.undo()
+    worlds.run(3, program, **options)
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert threading.active_count() <= threads
+
+
+def test_without_libraries_or_cards_all_ranks_say_so(monkeypatch):
+    """On a machine that has a card by what sysfs says."""
+    port = devices.Port("mlx5_0", "InfiniBand", True, 400.0, (), devices.Place())
+    monkeypatch.setattr(devices, "ports", lambda: [port])
+    monkeypatch.setattr(network, "LIBRARIES", ("libibverbs.so.none", "libefa.so.none"))
+    texts = "rank 0: libibverbs.so.none: cannot open", "apt install ibverbs-providers"
+    all_are(outcomes(2, lambda comm: None, nodes=2), mk.ConfigurationError, *texts)
+    monkeypatch.setattr(network, "LIBRARIES", (soft.path(),) * 2)
+    texts = "rank 0: there is no network card mlx5_0; there are: soft0"
+    all_are(outcomes(2, lambda comm: None, nodes=2), mk.ConfigurationError, texts)
+    texts = "network card for efa with an active port", "(ports: mlx5_0 (InfiniBand))"
+    results = outcomes(2, lambda comm: None, nodes=2, transport="efa")
+    all_are(results, mk.ConfigurationError, *texts)
 
 
 def test_cards_that_differ_in_number_are_an_error_on_all_ranks():

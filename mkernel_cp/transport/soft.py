@@ -29,8 +29,10 @@ def configure(fabric: settings.SoftFabric) -> None:
     fault = fabric.fault.encode() if fabric.fault else None
     if library.soft_configure(rate, ctypes.c_uint64(fabric.seed & (2**64 - 1)), fault):
         raise ConfigurationError(
-            f"fault={fabric.fault}: not allowed; use down@N, error@N or drop@N, where N counts the "
-            "messages of a process from 1 on, or refuse (memory cannot be registered)"
+            f"fault={fabric.fault}: not allowed; use down@N (the link), error@N (a completion), "
+            "drop@N (a message) or dies@N (the card), where N counts the messages of a process "
+            "from 1 on, or refuse (registrations), memlock (heed ulimit -l), absent (cards) or "
+            "denied (their use)"
         )
 
 

@@ -1,4 +1,6 @@
 // libibverbs.so.1 and libefa.so.1 on a network card made of software, by the names and the layout that they have.
+#include <sys/resource.h>
+
 #include "soft_nic.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -82,6 +84,7 @@ int no_notification(ibv_cq*, int) { return ENOSYS; }
 
 // Takes a request over, or says why not.
 int accept(Qp& qp, SendRequest& send, unsigned flags) {
+    if (nic().dead) return EIO;
     if (qp.qp_base.state != IBV_QPS_RTS) return EINVAL;
     if (qp.send_slots >= qp.cap.max_send_wr) return ENOMEM;
     if (send.from.size() > qp.cap.max_send_sge || send.bytes > most_bytes || !send.link) return EINVAL;
@@ -280,13 +283,18 @@ bool sensible(const ibv_qp_attr& attr, int mask, uint8_t port) {
 
 // --- for tests and for Python ----------------------------------------------------------------------------------------
 
-// `fault`: down@N, error@N, drop@N (counted in messages of this process) or refuse (registrations); null: none.
+// `fault`: down@N (the link), error@N (a completion), drop@N (a message), dies@N (the card), where N counts the messages of
+// this process; refuse (registrations), memlock (heed the limit of locked memory), absent (cards), denied (their use); null:
+// none.
 EXPORT int soft_configure(double bytes_per_second, uint64_t seed, const char* fault) {
     static const std::pair<const char*, Fault::Kind> kinds[] = {
-        {"down", Fault::down}, {"error", Fault::error}, {"drop", Fault::drop}};
+        {"down", Fault::down}, {"error", Fault::error}, {"drop", Fault::drop}, {"dies", Fault::dies}};
+    static const std::pair<const char*, Fault::Kind> lasting[] = {
+        {"refuse", Fault::refuse}, {"memlock", Fault::memlock}, {"absent", Fault::absent}, {"denied", Fault::denied}};
     Fault wanted;
-    if (fault && !strcmp(fault, "refuse")) wanted.kind = Fault::refuse;
-    else if (fault) {
+    for (const auto& kind : lasting)
+        if (fault && !strcmp(fault, kind.first)) wanted.kind = kind.second;
+    if (fault && wanted.kind == Fault::none) {
         const char* at = strchr(fault, '@');
         char* end = nullptr;
         for (const auto& kind : kinds)
@@ -307,9 +315,11 @@ EXPORT void soft_counters(ibv_context* context, uint64_t* four) {
 // --- devices ---------------------------------------------------------------------------------------------------------
 
 EXPORT ibv_device** ibv_get_device_list(int* count) {
+    Guard lock(nic().mutex);
+    const unsigned present = nic().fault.kind == Fault::absent ? 0 : cards;
     auto** list = static_cast<ibv_device**>(calloc(cards + 1, sizeof(ibv_device*)));
-    for (unsigned i = 0; i < cards; ++i) list[i] = devices() + i;
-    if (count) *count = int(cards);
+    for (unsigned i = 0; i < present; ++i) list[i] = devices() + i;
+    if (count) *count = int(present);
     return list;
 }
 
@@ -319,7 +329,7 @@ EXPORT uint64_t ibv_get_device_guid(ibv_device* device) { return 0x736f6674 + ui
 
 EXPORT ibv_context* ibv_open_device(ibv_device* device) {
     Guard lock(nic().mutex);
-    const int problem = nic().start();
+    const int problem = nic().fault.kind == Fault::denied ? EACCES : nic().start();
     if (problem) return refuse<ibv_context>(problem);
     Context* context = new Context();
     context->device = device;
@@ -417,7 +427,11 @@ EXPORT ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* address, size_t length, uint64
     const uint64_t page = uint64_t(sysconf(_SC_PAGESIZE)), first = iova / page * page;
     if (msync(reinterpret_cast<void*>(first), iova + length - first, MS_ASYNC)) return refuse<ibv_mr>(EFAULT);
     Guard lock(nic().mutex);
-    if (nic().fault.kind == Fault::refuse) return refuse<ibv_mr>(ENOMEM);
+    if (nic().fault.kind == Fault::refuse) return refuse<ibv_mr>(EOPNOTSUPP);
+    rlimit most{};
+    getrlimit(RLIMIT_MEMLOCK, &most);
+    if (nic().fault.kind == Fault::memlock && nic().locked + length > most.rlim_cur) return refuse<ibv_mr>(ENOMEM);
+    nic().locked += length;
     Mr* mr = new Mr();
     mr->context = pd->context, mr->pd = pd, mr->addr = address, mr->length = length, mr->access = int(access);
     mr->handle = nic().next_key;
@@ -434,6 +448,7 @@ EXPORT ibv_mr* ibv_reg_dmabuf_mr(ibv_pd*, uint64_t, size_t, uint64_t, int, int) 
 
 EXPORT int ibv_dereg_mr(ibv_mr* mr) {
     Guard lock(nic().mutex);
+    nic().locked -= mr->length;
     nic().by_lkey.erase(mr->lkey);
     nic().by_rkey.erase(mr->rkey);
     delete static_cast<Mr*>(mr);
