@@ -350,11 +350,14 @@ def test_many_communicators_one_after_another_and_side_by_side():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_survivors_of_a_killed_rank_name_it_on_all_nodes(transport, tmp_path, monkeypatch):
-    monkeypatch.setenv("MKERNEL_NODES", "2")
+@pytest.mark.parametrize(("transport", "hosts"), [("verbs", ()), ("efa", (2, 2))])
+def test_survivors_of_a_killed_rank_name_it_on_all_nodes(transport, hosts, tmp_path, monkeypatch):
+    if hosts:
+        monkeypatch.setenv("MKERNEL_FABRIC", "soft")
+    else:
+        monkeypatch.setenv("MKERNEL_NODES", "2")
     monkeypatch.setenv("MKERNEL_TRANSPORT", transport)
-    said, status, _ = mishap("killed", tmp_path)
+    said, status, _ = mishap("killed", tmp_path, *hosts)
     assert status == {0: 1, 1: -signal.SIGKILL, 2: 1, 3: 1}
     assert sorted(said) == [0, 2, 3]
     for text in said.values():
