@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from . import errors, lifetime, settings, structs, tuning
+from .construction import Raised, host_of, together
 from .failure import Awaited, Reason, Role
 from .host_pages import (
     ANNOUNCED,
@@ -213,7 +214,6 @@ class Communicator:
         oversubscribe: bool,
     ) -> None:
         """Agree on what all ranks must have alike."""
-        local = self.mpi.Split_type(_shared_memory_type(self.mpi))
         fact: Any
         try:
             defaults = settings.timeouts()
@@ -231,9 +231,7 @@ class Communicator:
             }
         except (TypeError, ValueError, errors.Error) as error:
             fact = error
-        # Of each host, the lowest rank stands for it.
-        facts = self.mpi.allgather((fact, local.allgather(self.rank)[0], cuda.has_gpu()))
-        local.Free()
+        facts = self.mpi.allgather((fact, host_of(self.mpi), cuda.has_gpu()))
         for rank, (fact, *_) in enumerate(facts):
             if isinstance(fact, Exception):
                 raise type(fact)(f"rank {rank}: {fact}")
@@ -339,18 +337,7 @@ class Communicator:
             self._watcher.start()
 
     def _together(self, step: Callable[[], Any]) -> Any:
-        """Return the result of a step of construction; what fails on one rank is raised on all."""
-        result, problem = None, None
-        try:
-            result = step()
-        except errors.Error as error:
-            problem = _Raised(self.rank, error)
-        except OSError as error:
-            problem = _Raised(self.rank, errors.ConfigurationError(f"cannot be set up: {error}"))
-        for raised in self.mpi.allgather(problem):
-            if raised is not None:
-                raise raised.error
-        return result
+        return together(self.mpi, step)
 
     def _exchange_blocking(self, machine: Any, nbytes: int) -> list[Segment]:
         created: list[Segment] = []
@@ -585,7 +572,7 @@ class Communicator:
         with self.calling(what):
             values = self._agree(what, work)
             for value in values:
-                if isinstance(value, _Raised):
+                if isinstance(value, Raised):
                     self._told = value.error
                     raise value.error
             return values
@@ -601,7 +588,7 @@ class Communicator:
             data = pickle.dumps((generation, digest, work()))
         except Exception as error:
             self._raise_failure()
-            data = pickle.dumps((generation, digest, _Raised(self.rank, error)))
+            data = pickle.dumps((generation, digest, Raised(self.rank, error)))
         replies = self._gather(data, generation)
         values = []
         for rank, (turn, theirs, value) in enumerate(map(pickle.loads, replies)):
@@ -1208,26 +1195,6 @@ class _Calling:
                 comm.refuse(error)
         finally:
             comm._leave()
-
-
-class _Raised:
-    """An exception of one rank, on its way to all."""
-
-    def __init__(self, rank: int, error: Exception):
-        try:
-            self.error = type(error)(f"rank {rank}: {error}")
-            pickle.loads(pickle.dumps(self.error))
-        except Exception:
-            self.error = errors.PeerError(f"rank {rank}: {type(error).__name__}: {error}")
-
-
-def _shared_memory_type(mpi: Any) -> int:
-    kind = getattr(mpi, "COMM_TYPE_SHARED", None)
-    if kind is None:
-        from mpi4py import MPI
-
-        kind = MPI.COMM_TYPE_SHARED
-    return kind
 
 
 def _finalized(mpi: Any) -> bool:

@@ -149,12 +149,13 @@ _STATUS = {
 }
 
 
-def of_network(origin: int, record: Any, card: str) -> errors.NetworkError:
-    """Return the exception for what a proxy met; `card` is the network card's name."""
+def of_network(origin: int, record: Any, card: bytes) -> errors.NetworkError:
+    """Return the exception for what a proxy met; `card` is the network card's name, with zeros."""
+    name = card.rstrip(b"\0").decode(errors="replace")
     status = _STATUS.get(record.index, "general error")
     whom = f" in an exchange with rank {record.peer}," if record.peer != origin else ""
     return errors.NetworkError(
-        f"network card {card} of rank {origin}: {status} (status {record.index}, detail "
+        f"network card {name} of rank {origin}: {status} (status {record.index}, detail "
         f"{record.seen}),{whom} generation {record.generation}. "
         "Is the link up, and the other rank alive?"
     )

@@ -38,8 +38,7 @@ def failure_in(pages: Sequence[HostPage], rank: int) -> errors.Error | None:
     if record.reason == Reason.LOST:
         lost.add(record.peer)
     if record.reason == Reason.NETWORK:
-        card = bytes(words.card).rstrip(b"\0").decode(errors="replace")
-        return failure.of_network(origin, record, card)
+        return failure.of_network(origin, record, bytes(words.card))
     texts = [page.text(record.generation) for page in pages]
     return failure.build(origin, record, texts)
 

@@ -418,6 +418,14 @@ def test_doctor_finds_all_that_is_needed(tmp_path):
     assert f"{tmp_path}/cache, 0 entries" in done.stdout
 
 
+@pytest.mark.mpi
+def test_doctor_on_ranks_looks_whether_they_reach_each_other():
+    done = mpirun(2, "-m", "mkernel_cp", "doctor", env={"MKERNEL_FABRIC": "soft"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "each of 2 has written to each other one over verbs on soft0, made of" in done.stdout
+    assert done.stdout.count("all that is needed is here") == 1
+
+
 def test_doctor_tells_what_is_missing_and_what_mends_it():
     env = {
         "CXX": "/nowhere/c++",

@@ -1,16 +1,18 @@
 """The proxy on the software network card: what is written arrives, in whole and once."""
 
 import ctypes
+import itertools
 import os
 import time
 
 import numpy as np
 import pytest
 
+import mkernel_cp as mk
 from mkernel_cp import errors, settings, structs
 from mkernel_cp.host_pages import HostPage
 from mkernel_cp.memory import Segment
-from mkernel_cp.transport import soft
+from mkernel_cp.transport import check, soft
 from mkernel_cp.transport.network import Network
 
 TRANSPORTS = {"verbs": soft.VERBS_CARDS, "efa": soft.EFA_CARDS}
@@ -28,32 +30,26 @@ class Rank:
             cards=cards,
             software=True,
         )
-        self.rank, self.size, self.tickets, self.generation = rank, size, 0, 0
+        self.rank, self.size, self.generation = rank, size, 0
         self.page = pages[rank]
         self.data = np.full(1 << 20, 0xFF, np.uint8)
-
-    def ask(self, *words):
-        """Put a command into the queue: its words behind the first."""
-        slots = self.network.queue.slots
-        while self.tickets - self.network.queue.taken >= len(slots):
-            time.sleep(0)
-        slot = slots[self.tickets % len(slots)]
-        slot[1:] = words
-        self.tickets += 1
-        slot[0] = self.tickets
 
     def enter(self, writes):
         """Begin a call in which chunks arrive here."""
         self.generation += 1
         self.writes = np.array(writes, np.uint64)
-        self.ask(ENTER, 0, self.generation, self.writes.ctypes.data, 0, 0, len(writes))
+        self.network.queue.put(
+            ENTER, 0, self.generation, self.writes.ctypes.data, 0, 0, len(writes)
+        )
 
     def write(self, peer, chunk, start, lines, line_bytes, from_pitch, to_pitch, to=None):
         """Have lines written to the same place at a peer."""
         to = start if to is None else to
         pitches = from_pitch << 32 | to_pitch
         place = peer << 32 | (2 * self.size + chunk)
-        self.ask(WRITE | lines, place, self.generation, start, to, pitches, line_bytes)
+        self.network.queue.put(
+            WRITE | lines, place, self.generation, start, to, pitches, line_bytes
+        )
 
     def await_chunk(self, chunk, seconds=10):
         """Wait until a chunk has arrived."""
@@ -62,7 +58,7 @@ class Rank:
 
     def await_sent(self, seconds=10):
         """Wait until all that was asked for is sent."""
-        self._await(lambda: self.network.queue.sent >= self.tickets, seconds)
+        self._await(lambda: self.network.queue.sent >= self.network.queue.tickets, seconds)
 
     def _await(self, condition, seconds):
         end = time.monotonic() + seconds
@@ -177,7 +173,7 @@ def test_letters_say_their_generation_themselves(connect, transport):
         to = (1 + generation % 2 * 2 + 0) * size
         place = 0xFFFF << 48
         words = WRITE | 1, 1 << 32 | 0, generation, place, place | to, size << 32 | size, size
-        one.ask(*words)
+        one.network.queue.put(*words)
         other._await(lambda g=generation: other.network.arrived[0] == g << 32 | 1, 10)
         row = other.network.letters[1 + generation % 2 * 2].view(np.uint64)
         assert tuple(row[:2]) == (generation, generation * 7)
@@ -338,6 +334,30 @@ def test_gpu_memory_is_registered_by_the_first_way_that_works(monkeypatch):
     for file in files:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(file)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("hosts", [(3,), (1, 2)])
+def test_the_check_of_every_pair_sees_what_comes(transport, hosts, monkeypatch):
+    monkeypatch.setenv("MKERNEL_FABRIC", "soft:seed=2")
+    monkeypatch.setenv("MKERNEL_TRANSPORT", transport)
+    card = TRANSPORTS[transport][0]
+    found = mk.LocalWorld(3, hosts=hosts).run(check.every_pair)
+    assert found == [[(transport, (card,), True, [], [], "")] * 3] * 3
+
+
+def test_the_check_of_every_pair_sees_what_does_not_come_and_what_is_wrong(monkeypatch):
+    pattern = check._pattern
+    monkeypatch.setattr(check, "_SECONDS", 0.5)
+    monkeypatch.setenv("MKERNEL_FABRIC", "soft:fault=down@1")
+    found = mk.LocalWorld(2).run(check.every_pair)[0]
+    assert [(outcome.silent, outcome.wrong) for outcome in found] == [([1], []), ([0], [])]
+    monkeypatch.setattr(check, "_SECONDS", 10)
+    monkeypatch.setenv("MKERNEL_FABRIC", "soft")
+    turns = itertools.count()
+    monkeypatch.setattr(check, "_pattern", lambda rank: pattern(rank) + next(turns))
+    found = mk.LocalWorld(2).run(check.every_pair)[0]
+    assert [(outcome.silent, outcome.wrong) for outcome in found] == [([], [1]), ([], [0])]
 
 
 def test_what_cannot_be_opened_or_registered_says_why():

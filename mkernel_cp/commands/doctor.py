@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import __version__, compiler, settings
+from ..construction import host_of
 from ..errors import ConfigurationError, Error
 from ..targets import cuda
-from ..transport import devices
+from ..transport import check, devices
 from ..transport.network import Network
 from .job import launched_rank, speaks
 
@@ -40,30 +41,40 @@ class Finding(NamedTuple):
 
 
 def doctor() -> int:
-    """Print all findings; return 1 if something that is needed is missing."""
-    if not speaks():
-        return 0
-    print(f"mkernel_cp {__version__} in {Path(compiler.__file__).parent}")
+    """Print all findings; return 1 if something that is needed is missing.
+
+    On several ranks, they also look whether they reach each other over the network.
+    """
     missing = 0
-    for check in (
-        _python,
-        _packages,
-        _mpi,
-        _target,
-        _compiler,
-        _cache,
-        _shared_memory,
-        _system_calls,
-        _network,
-        _environment,
-    ):
-        for finding in check():
-            missing += finding.state == "MISSING"
-            print(f"{finding.state:8}{finding.what:20}{finding.text}", flush=True)
-            if finding.mend:
-                print(f"{'':8}{'':20}-> {finding.mend}", flush=True)
-    print(f"{missing} thing(s) missing" if missing else "all that is needed is here")
+    if speaks():
+        print(f"mkernel_cp {__version__} in {Path(compiler.__file__).parent}")
+        for look in (
+            _python,
+            _packages,
+            _mpi,
+            _target,
+            _compiler,
+            _cache,
+            _shared_memory,
+            _system_calls,
+            _network,
+            _environment,
+        ):
+            missing += sum(map(_tell, look()))
+    if launched_rank() is not None:
+        found = list(_pairs())
+        missing += sum(map(_tell, found)) if speaks() else 0
+    if speaks():
+        print(f"{missing} thing(s) missing" if missing else "all that is needed is here")
     return int(bool(missing))
+
+
+def _tell(finding: Finding) -> bool:
+    """Print a finding; return whether something is missing."""
+    print(f"{finding.state:8}{finding.what:20}{finding.text}", flush=True)
+    if finding.mend:
+        print(f"{'':8}{'':20}-> {finding.mend}", flush=True)
+    return finding.state == "MISSING"
 
 
 def _python() -> Iterator[Finding]:
@@ -261,6 +272,36 @@ def _network() -> Iterator[Finding]:
                 yield Finding("ok", f"{transport} here", ", ".join(cards))
             elif cards:
                 yield _gpu_and_cards(gpus[i], transport, cards)
+
+
+def _pairs() -> Iterator[Finding]:
+    """Have every rank write to every other one."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return  # told with the MPI library
+    world = MPI.COMM_WORLD
+    if world.Get_size() == 1:
+        return
+    several = len(set(world.allgather(host_of(world)))) > 1
+    bad = "MISSING" if several else "warning"
+    try:
+        outcomes = check.every_pair(world)
+    except Error as error:
+        yield Finding(bad, "pairs of ranks", str(error))
+        return
+    used = sorted({(outcome.transport, outcome.cards) for outcome in outcomes})
+    over = "; ".join(f"{transport} on {', '.join(cards)}" for transport, cards in used)
+    software = ", made of software," if outcomes[0].software else ""
+    for rank, outcome in enumerate(outcomes):
+        for what, peers in (("nothing", outcome.silent), ("wrong data", outcome.wrong)):
+            if peers:
+                text = f"over {over}{software} rank {rank} gets {what} from {peers}"
+                mend = outcome.problem or "see that switches and firewalls let these hosts meet"
+                yield Finding(bad, "pairs of ranks", text, mend)
+    if not any(outcome.silent or outcome.wrong for outcome in outcomes):
+        text = f"each of {len(outcomes)} has written to each other one over {over}{software} and"
+        yield Finding("ok", "pairs of ranks", f"{text} all of it came")
 
 
 def _gpu_and_cards(gpu: cuda.PciGpu, transport: str, cards: Sequence[str]) -> Finding:

@@ -1,6 +1,7 @@
 """The queue in which kernels put what the proxy is to do, in host memory."""
 
 import ctypes
+import time
 
 import numpy as np
 
@@ -35,9 +36,19 @@ class CommandQueue:
         self.struct = mk.CommandQueue(self.slots.ctypes.data, capacity, *counts)
         self.address = ctypes.addressof(self.struct)
 
+    def put(self, *words: int) -> None:
+        """Put in a command, its words behind its number, as the only one that does so."""
+        ticket = self.tickets
+        while ticket - self.taken >= len(self.slots):
+            time.sleep(0)
+        self._counts[0, 0] = ticket + 1
+        slot = self.slots[ticket % len(self.slots)]
+        slot[1:] = words
+        slot[0] = ticket + 1
+
     @property
     def tickets(self) -> int:
-        """How many commands kernels have put in."""
+        """How many commands have been put in."""
         return int(self._counts[0, 0])
 
     @property

@@ -21,6 +21,7 @@ class Nodes:
         Of the ``Network`` struct of types.cuh.
     transport : str
         'verbs' or 'efa'.
+    cards : tuple of str
     software : bool
         Whether its cards are made of software.
     """
@@ -42,6 +43,7 @@ class Nodes:
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
         self.address = ctypes.addressof(self._struct)
+        self.queue, self.arrived, self.cards = network.queue, network.arrived, network.cards
         self.register, self.learn = network.register, network.learn
         self.unregister, self.counters = network.unregister, network.counters
         self.transport, self.software = network.transport, network.software
