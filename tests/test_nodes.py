@@ -97,6 +97,7 @@ def test_back_to_back_calls_with_late_ranks_and_roles(nodes, transport):
     worlds.run(size, program, nodes=nodes, transport=transport)
 
 
+@pytest.mark.software
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_each_byte_crosses_the_network_once_and_no_heap_is_mapped(order, transport):
@@ -194,6 +195,7 @@ def all_are(results, kind, *texts):
         assert text in str(results[0])
 
 
+@pytest.mark.software
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("fault", ["down@1", "down@40", "error@30", "dies@1", "dies@40"])
 def test_a_network_that_fails_is_an_error_on_all_ranks(fault, transport, monkeypatch):
@@ -224,6 +226,7 @@ def little_memory_to_lock():
     resource.setrlimit(resource.RLIMIT_MEMLOCK, most)
 
 
+@pytest.mark.software
 @pytest.mark.parametrize(
     ("fault", "kind", "texts"),
     [
@@ -254,11 +257,13 @@ def test_what_a_card_refuses_is_an_error_on_all_ranks(fault, kind, texts, transp
     assert threading.active_count() <= threads
 
 
+@pytest.mark.software
 def test_without_libraries_or_cards_all_ranks_say_so(monkeypatch):
     """On a machine that has a card by what sysfs says."""
     port = devices.Port("mlx5_0", "InfiniBand", True, 400.0, (), devices.Place())
     monkeypatch.setattr(devices, "ports", lambda: [port])
     monkeypatch.setattr(network, "LIBRARIES", ("libibverbs.so.none", "libefa.so.none"))
+    monkeypatch.delenv("MKERNEL_FABRIC")
     texts = "rank 0: libibverbs.so.none: cannot open", "apt install ibverbs-providers"
     all_are(outcomes(2, lambda comm: None, nodes=2), mk.ConfigurationError, *texts)
     monkeypatch.setattr(network, "LIBRARIES", (soft.path(),) * 2)
@@ -269,6 +274,7 @@ def test_without_libraries_or_cards_all_ranks_say_so(monkeypatch):
     all_are(results, mk.ConfigurationError, *texts)
 
 
+@pytest.mark.software
 def test_cards_that_differ_in_number_are_an_error_on_all_ranks():
     def main(mpi):
         try:
@@ -328,6 +334,7 @@ def test_a_rank_of_another_node_that_refuses_or_never_calls():
     all_are(others, mk.PeerLostError, "rank 0 has closed")
 
 
+@pytest.mark.software
 def test_many_communicators_one_after_another_and_side_by_side():
     """Each has queue pairs, keys and a proxy of its own; all of it is given back."""
 
@@ -349,6 +356,7 @@ def test_many_communicators_one_after_another_and_side_by_side():
     mk.LocalWorld(3).run(program)
 
 
+@pytest.mark.software
 @pytest.mark.mpi
 @pytest.mark.parametrize(("transport", "hosts"), [("verbs", ()), ("efa", (2, 2))])
 def test_survivors_of_a_killed_rank_name_it_on_all_nodes(transport, hosts, tmp_path, monkeypatch):
@@ -365,6 +373,7 @@ def test_survivors_of_a_killed_rank_name_it_on_all_nodes(transport, hosts, tmp_p
         assert float(text.split()[0]) < 10
 
 
+@pytest.mark.software
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("nodes", "transport", "ranks"),

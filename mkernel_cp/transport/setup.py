@@ -76,15 +76,16 @@ def connect(
     nics : sequence of str or None
         Names of network cards; None for those that are nearest.
     fabric : settings.SoftFabric or None
-        What the software network is to do; None for real cards, if there are any.
+        What the software network is to do; None for real cards, if there are any or some are named.
     together : callable
         Runs a step; what fails on one rank is raised on all.
     allgather : callable
     """
-    facts = allgather((devices.ports(), place, soft.reach()))
+    facts = allgather((devices.ports(), place, soft.reach(), nics))
     real = [port for ports, *_ in facts for port in ports]
-    software = fabric is not None or (len(set(hosts)) == 1 and not real)
-    if software and len({reach for *_, reach in facts}) > 1:
+    named = any(nics for *_, nics in facts)
+    software = fabric is not None or (len(set(hosts)) == 1 and not real and not named)
+    if software and len({reach for _, _, reach, _ in facts}) > 1:
         raise errors.ConfigurationError(
             "MKERNEL_FABRIC=soft: network cards made of software reach the processes of one host "
             "only, and these ranks are on several: unset it"

@@ -328,6 +328,7 @@ EXPORT const char* ibv_get_device_name(ibv_device* device) { return device->name
 EXPORT uint64_t ibv_get_device_guid(ibv_device* device) { return 0x736f6674 + uint64_t(device - devices()); }
 
 EXPORT ibv_context* ibv_open_device(ibv_device* device) {
+    Guard turn(nic().turn);
     Guard lock(nic().mutex);
     const int problem = nic().fault.kind == Fault::denied ? EACCES : nic().start();
     if (problem) return refuse<ibv_context>(problem);
@@ -343,6 +344,7 @@ EXPORT ibv_context* ibv_open_device(ibv_device* device) {
 }
 
 EXPORT int ibv_close_device(ibv_context* context) {
+    Guard turn(nic().turn);
     std::unique_lock<std::mutex> lock(nic().mutex);
     if (static_cast<Context*>(context)->objects) return EBUSY;
     nic().stop(lock);

@@ -112,6 +112,7 @@ public:
         return *nic;
     }
 
+    std::mutex turn;   // of who starts or stops it; taken first
     std::mutex mutex;  // of everything below
     Links links;
     std::unordered_map<uint32_t, Qp*> qps;
