@@ -18,7 +18,7 @@ from mkernel_cp.transport import check, soft
 from mkernel_cp.transport.network import Network
 
 TRANSPORTS = {"verbs": soft.VERBS_CARDS, "efa": soft.EFA_CARDS}
-ENTER, WRITE = 1 << 32, 2 << 32
+WRITE = 2 << 32
 
 
 class Rank:
@@ -40,9 +40,7 @@ class Rank:
         """Begin a call in which chunks arrive here."""
         self.generation += 1
         self.writes = np.array(writes, np.uint64)
-        self.network.queue.put(
-            ENTER, 0, self.generation, self.writes.ctypes.data, 0, 0, len(writes)
-        )
+        self.network.queue.enter(self.generation, self.writes)
 
     def write(self, peer, chunk, start, lines, line_bytes, from_pitch, to_pitch, to=None):
         """Have lines written to the same place at a peer."""

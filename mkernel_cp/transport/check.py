@@ -1,6 +1,7 @@
-"""Whether the network cards of all ranks reach each other, without any kernel."""
+"""Plain writes over the network, without any kernel: whether all ranks reach each other."""
 
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +12,10 @@ from ..host_pages import HostPage
 from ..memory import Segment
 from ..topology import Topology
 from . import devices
-from .setup import connect
+from .setup import Nodes, connect
 
 _SECONDS = 10.0
 _WORDS = 1 << 13
-_ENTER, _WRITE = 1 << 32, 2 << 32  # as in channel.cuh
 _GENERATION = 1
 
 
@@ -51,8 +51,9 @@ def every_pair(mpi: Any) -> list[Outcome]:
     rank, size = mpi.Get_rank(), mpi.Get_size()
     hosts = mpi.allgather(host_of(mpi))
     pages = [HostPage(Segment.create(HostPage.nbytes())) for _ in range(size)]
+    where = Topology(rank, (1,) * size)
     nodes = connect(
-        *(Topology(rank, (1,) * size), hosts, [page.address for page in pages]),
+        *(where, hosts, [page.address for page in pages]),
         *(devices.of_process(), settings.transport(), settings.nics(), settings.fabric()),
         *(lambda step: together(mpi, step), mpi.allgather),
     )
@@ -61,29 +62,59 @@ def every_pair(mpi: Any) -> list[Outcome]:
         data[size] = _pattern(rank)
         own = data.ctypes.data, data.nbytes
         nodes.learn(0, mpi.allgather(together(mpi, lambda: nodes.register(0, *own))))
-        writes = np.ones(size, np.uint64)
-        nodes.queue.put(_ENTER, 0, _GENERATION, writes.ctypes.data, 0, 0, size)
-        while nodes.queue.taken < 1:
-            time.sleep(1e-3)
-        mpi.allgather(None)  # before anything comes, all expect it
-        row, others = data[0].nbytes, [peer for peer in range(size) if peer != rank]
-        for peer in others:
-            place = peer << 32 | (2 * size + rank)
-            nodes.queue.put(
-                _WRITE | 1, place, _GENERATION, size * row, rank * row, row << 32 | row, row
-            )
-        arrived, end = nodes.arrived[2 * size :], time.monotonic() + _SECONDS
-        while time.monotonic() < end and not pages[rank].words.abort:
-            if all(arrived[peer] for peer in others):
-                break
-            time.sleep(1e-3)
-        silent = [peer for peer in others if not arrived[peer]]
-        wrong = [peer for peer in others if arrived[peer] and (data[peer] != _pattern(peer)).any()]
+        row = data[0].nbytes
+        sends = dict.fromkeys(where.gateways, ((0, size * row), (0, rank * row), row))
+        failed = pages[rank].words
+        silent, _ = exchange(
+            *(nodes, where, _GENERATION, sends),
+            *(lambda: mpi.allgather(None), lambda: bool(failed.abort)),
+        )
+        came = [peer for peer in where.sources if peer not in silent]
+        wrong = [peer for peer in came if (data[peer] != _pattern(peer)).any()]
         problem = _problem(rank, pages[rank])
         result = Outcome(nodes.transport, nodes.cards, nodes.software, silent, wrong, problem)
         return mpi.allgather(result)
     finally:
         nodes.close()
+
+
+def exchange(
+    nodes: Nodes,
+    where: Topology,
+    generation: int,
+    sends: Mapping[int, tuple[tuple[int, int], tuple[int, int], int]],
+    meet: Callable[[], Any],
+    failed: Callable[[], bool],
+) -> tuple[list[int], float]:
+    """Write to peers; return from which sources nothing has come, and the seconds it took.
+
+    Parameters
+    ----------
+    nodes, where
+        This rank's network, and its place in it.
+    generation : int
+        One that no kernel runs for.
+    sends : mapping
+        For each gateway, where bytes lie, where they go, and how many they are.
+    meet : callable
+        A barrier of all ranks.
+    failed : callable
+        Whether there is nothing to wait for any more.
+    """
+    writes = np.ones(where.size, np.uint64)
+    nodes.queue.enter(generation, writes)
+    while nodes.queue.sent < nodes.queue.tickets:
+        time.sleep(1e-4)
+    meet()  # before anything comes, all expect it
+    start = time.monotonic()
+    for peer, (source, target, nbytes) in sends.items():
+        nodes.queue.write(peer, 2 * where.size + where.rank, generation, source, target, nbytes)
+    arrived, expected = nodes.arrived[2 * where.size :], generation << 32 | 1
+    silent = where.sources
+    while silent and time.monotonic() < start + _SECONDS and not failed():
+        time.sleep(1e-4)
+        silent = [peer for peer in silent if arrived[peer] < expected]
+    return silent, time.monotonic() - start
 
 
 def _pattern(rank: int) -> np.ndarray:
