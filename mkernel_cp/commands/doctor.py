@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import __version__, compiler, settings
 from ..construction import host_of
@@ -62,7 +62,7 @@ def doctor() -> int:
         ):
             missing += sum(map(_tell, look()))
     if launched_rank() is not None:
-        found = list(_pairs())
+        found = [finding for world in _worlds() for finding in _pairs(world)]
         missing += sum(map(_tell, found)) if speaks() else 0
     if speaks():
         print(f"{missing} thing(s) missing" if missing else "all that is needed is here")
@@ -274,15 +274,17 @@ def _network() -> Iterator[Finding]:
                 yield _gpu_and_cards(gpus[i], transport, cards)
 
 
-def _pairs() -> Iterator[Finding]:
-    """Have every rank write to every other one."""
+def _worlds() -> list[Any]:
+    """Return the world of several ranks, if there is one; what MPI lacks is told elsewhere."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
-        return  # told with the MPI library
-    world = MPI.COMM_WORLD
-    if world.Get_size() == 1:
-        return
+        return []
+    return [MPI.COMM_WORLD] if MPI.COMM_WORLD.Get_size() > 1 else []
+
+
+def _pairs(world: Any) -> Iterator[Finding]:
+    """Have every rank write to every other one."""
     several = len(set(world.allgather(host_of(world)))) > 1
     bad = "MISSING" if several else "warning"
     try:

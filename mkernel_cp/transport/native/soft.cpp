@@ -10,8 +10,8 @@ using namespace soft;
 namespace {
 
 constexpr unsigned cards = 4;  // soft0, soft1: reliable connections; soft_efa0, soft_efa1: SRD
-constexpr unsigned two_ports = 1;  // the card that has two, of which the second is active
-constexpr int gids = 3;            // RoCE v1, RoCE v2 of the link alone, RoCE v2 that is routed
+constexpr unsigned infiniband = 1;  // the card that is on InfiniBand, not on Ethernet, by the second of two ports
+constexpr int gids = 3;             // RoCE v1, RoCE v2 of the link alone, RoCE v2 that is routed; of InfiniBand one
 constexpr uint32_t most_wr = 4096, most_sge = 4, most_inline = 128, efa_inline = 32;
 constexpr int most_cqe = 1 << 20;
 constexpr uint64_t most_bytes = 1 << 30;
@@ -40,7 +40,10 @@ T* refuse(int reason) {
 }
 
 unsigned number_of(const ibv_context* context) { return unsigned(context->device - devices()); }
-uint8_t ports_of(const ibv_context* context) { return number_of(context) == two_ports ? 2 : 1; }
+unsigned network_of(unsigned card) { return std::min(card, 2u); }  // Ethernet, InfiniBand, EFA
+bool on_infiniband(const ibv_context* context) { return number_of(context) == infiniband; }
+uint8_t ports_of(const ibv_context* context) { return on_infiniband(context) ? 2 : 1; }
+int gids_of(const ibv_context* context) { return on_infiniband(context) ? 1 : gids; }
 
 ibv_gid gid_of(unsigned card, int index) {
     ibv_gid gid{};
@@ -55,12 +58,13 @@ Link* link_to(const Context& context, const ibv_ah_attr& to) {
     const unsigned card = number_of(&context);
     const int index = to.grh.sgid_index;
     const uint8_t* raw = to.grh.dgid.raw;
-    // Cards of one kind are on one network, and the two versions of RoCE do not understand each other.
-    const bool fits = to.is_global && to.port_num == ports_of(&context) && index < gids && raw[0] >= 0xfd &&
-                      raw[1] == 0x80 && raw[7] == index && raw[6] / 2 == card / 2;
-    if (!fits) return refuse<Link>(EINVAL);
-    uint64_t token;
-    memcpy(&token, raw + 8, sizeof token);
+    // The two versions of RoCE do not understand each other.
+    const bool fits = raw[0] >= 0xfd && raw[1] == 0x80 && raw[7] == index && index < gids_of(&context) &&
+                      network_of(raw[6]) == network_of(card);
+    const bool by_number = on_infiniband(&context) && !to.is_global && to.dlid;
+    if (to.port_num != ports_of(&context) || !(by_number || (to.is_global && fits))) return refuse<Link>(EINVAL);
+    uint64_t token = to.dlid;
+    if (!by_number) memcpy(&token, raw + 8, sizeof token);
     Link* link = nic().links.to(token);
     return link ? link : refuse<Link>(EHOSTUNREACH);
 }
@@ -370,14 +374,15 @@ EXPORT int ibv_query_port(ibv_context* context, uint8_t port, ibv_port_attr* att
     memset(attr, 0, offsetof(ibv_port_attr, port_cap_flags2));
     attr->state = port == ports_of(context) ? IBV_PORT_ACTIVE : IBV_PORT_DOWN;
     attr->max_mtu = attr->active_mtu = IBV_MTU_4096;
-    attr->gid_tbl_len = gids, attr->max_msg_sz = most_bytes, attr->pkey_tbl_len = 1;
+    attr->gid_tbl_len = gids_of(context), attr->max_msg_sz = most_bytes, attr->pkey_tbl_len = 1;
     attr->active_width = 2, attr->active_speed = 32, attr->phys_state = 5;
-    attr->link_layer = IBV_LINK_LAYER_ETHERNET;
+    attr->link_layer = on_infiniband(context) ? IBV_LINK_LAYER_INFINIBAND : IBV_LINK_LAYER_ETHERNET;
+    if (on_infiniband(context)) attr->lid = uint16_t(nic().links.token());
     return 0;
 }
 
 EXPORT int ibv_query_gid(ibv_context* context, uint8_t port, int index, ibv_gid* gid) {
-    if (port != ports_of(context) || index < 0 || index >= gids) return -1;
+    if (port != ports_of(context) || index < 0 || index >= gids_of(context)) return -1;
     *gid = gid_of(number_of(context), index);
     return 0;
 }
@@ -385,9 +390,10 @@ EXPORT int ibv_query_gid(ibv_context* context, uint8_t port, int index, ibv_gid*
 EXPORT int _ibv_query_gid_ex(ibv_context* context, uint32_t port, uint32_t index, ibv_gid_entry* entry, uint32_t,
                              size_t size) {
     if (port != ports_of(context) || size < sizeof *entry) return EINVAL;
-    if (index >= uint32_t(gids)) return ENODATA;
+    if (index >= uint32_t(gids_of(context))) return ENODATA;
     const ibv_gid gid = gid_of(number_of(context), int(index));
-    *entry = {gid, index, port, index == 0 ? uint32_t(IBV_GID_TYPE_ROCE_V1) : uint32_t(IBV_GID_TYPE_ROCE_V2), 0};
+    const uint32_t roce = index == 0 ? IBV_GID_TYPE_ROCE_V1 : IBV_GID_TYPE_ROCE_V2;
+    *entry = {gid, index, port, on_infiniband(context) ? uint32_t(IBV_GID_TYPE_IB) : roce, 0};
     return 0;
 }
 
