@@ -75,6 +75,7 @@ def _runs_on(nics, item):
     transport = "efa" if devices.EFA in kinds else "verbs"
     return (
         not item.get_closest_marker("software")
+        and "fault" not in parameters
         and parameters.get("transport", transport) == transport
         and parameters.get("cards", 1) <= len(nics)
     )

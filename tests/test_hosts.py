@@ -161,14 +161,21 @@ def test_a_rank_that_never_calls_ends_in_the_deadline_on_all_hosts():
     all_are(results, mk.TimeoutError, "Rank 2 has not made this call", "entry_timeout")
 
 
-def test_a_network_that_fails_is_an_error_on_all_hosts(monkeypatch):
+@pytest.mark.parametrize("transport", ["verbs", "efa"])
+def test_a_card_that_dies_is_an_error_on_all_hosts(transport, monkeypatch):
     monkeypatch.setenv("MKERNEL_FABRIC", "soft:fault=dies@20")
 
     def program(comm):
-        for _ in range(20):
-            mk.allgather_gemm(A, B, comm=comm)
+        out = np.zeros((12, 5))
+        try:
+            for _ in range(20):
+                mk.allgather_gemm(A, B, comm=comm, out=out)
+        except mk.NetworkError:
+            assert (np.isnan(out) | (out == 6)).all()
+            raise
 
-    all_are(outcomes((2, 1), program), mk.NetworkError, "network card soft0 of rank")
+    results = outcomes((2, 1), program, transport=transport)
+    all_are(results, mk.NetworkError, "network card soft", "of rank")
 
 
 def test_software_does_not_reach_other_hosts(monkeypatch):

@@ -195,9 +195,8 @@ def all_are(results, kind, *texts):
         assert text in str(results[0])
 
 
-@pytest.mark.software
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("fault", ["down@1", "down@40", "error@30", "dies@40"])
+@pytest.mark.parametrize("fault", ["down@1", "down@40", "error@30"])
 def test_a_network_that_fails_is_an_error_on_all_ranks(fault, transport, monkeypatch):
     monkeypatch.setenv("MKERNEL_FABRIC", f"soft:seed=3,fault={fault}")
 
@@ -208,14 +207,13 @@ def test_a_network_that_fails_is_an_error_on_all_ranks(fault, transport, monkeyp
                 mk.allgather_gemm(A, B, comm=comm, out=out)
         except mk.NetworkError:
             assert (np.isnan(out) | (out == 6)).all()
-            assert np.isnan(out).any() or not fault.endswith("@1")
+            assert np.isnan(out).any() or fault != "down@1"
             raise
 
     began = time.monotonic()
     results = outcomes(3, program, nodes=(2, 1), transport=transport)
     assert time.monotonic() - began < 10
-    told = {"dies": "status"}.get(fault[:4], "in an exchange with rank")
-    all_are(results, mk.NetworkError, "network card soft", told)
+    all_are(results, mk.NetworkError, "network card soft", "in an exchange with rank")
 
 
 @pytest.fixture
