@@ -14,7 +14,7 @@ import mkernel_cp as mk
 from mkernel_cp.communicator import _real_nodes
 from mkernel_cp.host_pages import ANNOUNCED, HostPage, signal
 from mkernel_cp.memory import Segment
-from mkernel_cp.transport import soft
+from mkernel_cp.transport import devices, network, soft
 
 A, B = np.ones((4, 6)), np.ones((6, 5))
 
@@ -191,6 +191,44 @@ def test_hosts_without_cards_say_so_on_all_ranks_and_leave_nothing(monkeypatch):
     all_are(outcomes((2, 1), repr), mk.ConfigurationError, *texts)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_without_libraries_or_cards_all_ranks_say_so(monkeypatch):
+    """On machines that have a card by what sysfs says."""
+    port = devices.Port("mlx5_0", "InfiniBand", True, 400.0, (), devices.Place())
+    monkeypatch.delenv("MKERNEL_FABRIC")
+    monkeypatch.setattr(devices, "ports", lambda: [port])
+    monkeypatch.setattr(network, "LIBRARIES", ("libibverbs.so.none", "libefa.so.none"))
+    texts = "rank 0: libibverbs.so.none: cannot open", "apt install ibverbs-providers"
+    all_are(outcomes((2, 1), repr), mk.ConfigurationError, *texts)
+    monkeypatch.setattr(network, "LIBRARIES", (soft.path(),) * 2)
+    texts = "rank 0: there is no network card mlx5_0; there are: soft0"
+    all_are(outcomes((2, 1), repr), mk.ConfigurationError, texts)
+    texts = "network card for efa with an active port", "(ports: mlx5_0 (InfiniBand))"
+    all_are(outcomes((2, 1), repr, transport="efa"), mk.ConfigurationError, *texts)
+
+
+def test_nodes_of_one_host_have_real_cards_only_if_they_can_be_opened(monkeypatch):
+    def program(mpi):
+        with mk.Communicator(mpi, nodes=2) as comm:
+            return comm.network.software, comm.network.cards
+
+    ports = [
+        devices.Port("soft_efa0", devices.EFA, True, 100.0, (), devices.Place()),
+        devices.Port("soft_efa1", devices.EFA, False, 400.0, (), devices.Place()),
+    ]
+    monkeypatch.delenv("MKERNEL_FABRIC")
+    monkeypatch.setattr(devices, "ports", lambda: ports)
+    monkeypatch.setattr(network, "LIBRARIES", ("libibverbs.so.none",) * 2)
+    monkeypatch.setattr(devices, "may_open", lambda: True)
+    assert mk.LocalWorld(2).run(program) == [(True, ("soft0",))] * 2
+    monkeypatch.setattr(network, "LIBRARIES", (soft.path(),) * 2)
+    assert mk.LocalWorld(2).run(program) == [(False, ("soft_efa0",))] * 2
+    monkeypatch.setattr(devices, "may_open", lambda: False)
+    assert mk.LocalWorld(2).run(program) == [(True, ("soft0",))] * 2
+    monkeypatch.setattr(devices, "may_open", lambda: True)
+    ports.pop(0)
+    assert mk.LocalWorld(2).run(program) == [(True, ("soft0",))] * 2
 
 
 def test_nodes_follow_hosts():

@@ -16,7 +16,7 @@ from test_processes import mishap
 import mkernel_cp as mk
 from mkernel_cp import errors
 from mkernel_cp.topology import Topology
-from mkernel_cp.transport import devices, network, soft
+from mkernel_cp.transport import soft
 
 TRANSPORTS = ("verbs", "efa")
 NODES = [(1, 1), (2, 1), (1, 2, 1), (2, 2), (1, 1, 1, 1), (1, 3)]
@@ -252,23 +252,6 @@ def test_what_a_card_refuses_is_an_error_on_all_ranks(fault, transport, kind, te
     worlds.run(3, program, **options)
     assert len(os.listdir("/proc/self/fd")) <= files
     assert threading.active_count() <= threads
-
-
-@pytest.mark.software
-def test_without_libraries_or_cards_all_ranks_say_so(monkeypatch):
-    """On a machine that has a card by what sysfs says."""
-    port = devices.Port("mlx5_0", "InfiniBand", True, 400.0, (), devices.Place())
-    monkeypatch.setattr(devices, "ports", lambda: [port])
-    monkeypatch.setattr(network, "LIBRARIES", ("libibverbs.so.none", "libefa.so.none"))
-    monkeypatch.delenv("MKERNEL_FABRIC")
-    texts = "rank 0: libibverbs.so.none: cannot open", "apt install ibverbs-providers"
-    all_are(outcomes(2, lambda comm: None, nodes=2), mk.ConfigurationError, *texts)
-    monkeypatch.setattr(network, "LIBRARIES", (soft.path(),) * 2)
-    texts = "rank 0: there is no network card mlx5_0; there are: soft0"
-    all_are(outcomes(2, lambda comm: None, nodes=2), mk.ConfigurationError, texts)
-    texts = "network card for efa with an active port", "(ports: mlx5_0 (InfiniBand))"
-    results = outcomes(2, lambda comm: None, nodes=2, transport="efa")
-    all_are(results, mk.ConfigurationError, *texts)
 
 
 @pytest.mark.software

@@ -87,6 +87,12 @@ def bar_bytes(address: str, sysfs: Path | None = None) -> int:
         return 0
 
 
+def may_open() -> bool:
+    """Return whether this user may open the device file of a network card."""
+    files = Path("/dev/infiniband").glob("uverbs*")
+    return any(os.access(file, os.R_OK | os.W_OK) for file in files)
+
+
 def has_module(name: str) -> bool:
     """Return whether the kernel has loaded a module."""
     return (SYSFS / "module" / name).is_dir()

@@ -25,6 +25,15 @@ MOST_CHUNKS = 1 << 20
 _QUEUE_PAIRS = 2
 
 
+def loads() -> bool:
+    """Return whether this machine has the library that drives real cards."""
+    try:
+        ctypes.CDLL(LIBRARIES[0])
+    except OSError:
+        return False
+    return True
+
+
 class _Shared(ctypes.Structure):
     """``Shared`` of network.cpp."""
 

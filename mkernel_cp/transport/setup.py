@@ -9,7 +9,7 @@ import numpy as np
 from .. import errors, settings, structs
 from ..topology import Topology
 from . import devices, soft
-from .network import LETTERS, Network
+from .network import LETTERS, Network, loads
 
 
 class Nodes:
@@ -81,17 +81,20 @@ def connect(
         Runs a step; what fails on one rank is raised on all.
     allgather : callable
     """
-    facts = allgather((devices.ports(), place, soft.reach(), nics))
-    real = [port for ports, *_ in facts for port in ports]
-    named = any(nics for *_, nics in facts)
-    software = fabric is not None or (len(set(hosts)) == 1 and not real and not named)
+    ports = devices.ports()
+    # On one host, cards that nobody named are used if they can be.
+    wanted = nics is not None or (loads() and devices.may_open() and _fitting(ports, transport))
+    facts = allgather((ports, place, soft.reach(), bool(wanted)))
+    real = len(set(hosts)) > 1 or any(wanted for *_, wanted in facts)
+    software = fabric is not None or not real
     if software and len({reach for _, _, reach, _ in facts}) > 1:
         raise errors.ConfigurationError(
             "MKERNEL_FABRIC=soft: network cards made of software reach the processes of one host "
             "only, and these ranks are on several: unset it"
         )
     if transport == "auto":
-        transport = "efa" if any(port.kind == devices.EFA for port in real) else "verbs"
+        kinds = {port.kind for ports, *_ in facts for port in ports}
+        transport = "efa" if devices.EFA in kinds and not software else "verbs"
     here = [rank for rank, host in enumerate(hosts) if host == hosts[topology.rank]]
     places = [facts[rank][1] for rank in here]
 
@@ -100,7 +103,7 @@ def connect(
             return nics
         if software:
             return (soft.EFA_CARDS if transport == "efa" else soft.VERBS_CARDS)[:1]
-        return _nearest(facts[topology.rank][0], places, transport)[here.index(topology.rank)]
+        return _nearest(ports, places, transport)[here.index(topology.rank)]
 
     chosen = together(cards)
     # What was chosen here is cut to what all have; what was asked for is not.
@@ -136,12 +139,17 @@ def connect(
         raise
 
 
+def _fitting(ports: Sequence[devices.Port], transport: str) -> list[devices.Port]:
+    """Return the active ports that a transport can use."""
+    kinds = {"auto": (True, False), "efa": (True,), "verbs": (False,)}[transport]
+    return [port for port in ports if port.active and (port.kind == devices.EFA) in kinds]
+
+
 def _nearest(
     ports: Sequence[devices.Port], places: Sequence[devices.Place], transport: str
 ) -> list[tuple[str, ...]]:
     """Return the cards of each rank of this host; ConfigurationError if there are none."""
-    fitting = [port for port in ports if (port.kind == devices.EFA) == (transport == "efa")]
-    chosen = devices.choose(fitting, places)
+    chosen = devices.choose(_fitting(ports, transport), places)
     if not all(chosen):
         there = [f"{port.name} ({port.kind}{'' if port.active else ', down'})" for port in ports]
         raise errors.ConfigurationError(
