@@ -1,6 +1,7 @@
 """`Communicator`: the ranks that make fused calls together, and the memory that they share."""
 
 import ctypes
+import itertools
 import logging
 import math
 import operator
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from . import errors, lifetime, settings, structs, tuning
+from .construction import Raised, host_of, together
 from .failure import Awaited, Reason, Role
 from .host_pages import (
     ANNOUNCED,
@@ -32,6 +34,7 @@ from .host_pages import (
 from .kernel import Kernel
 from .links import SocketLinks
 from .memory import Heap, Segment, SegmentTable, round_up
+from .mirrors import Mirrors
 from .reference import array_split_counts
 from .targets import cuda
 from .targets.host import HostTarget
@@ -43,6 +46,7 @@ from .watcher import Watcher
 logger = logging.getLogger("mkernel_cp")
 
 _HEAP_GRAIN = 1 << 21
+_WORD_SECONDS = 1.0  # that another rank may take to tell of a failure
 _SILENCE_SECONDS = 2.0  # of a watcher, that mean nothing yet on a busy machine
 
 
@@ -105,14 +109,16 @@ class Communicator:
         This rank's GPU, as CUDA counts; it becomes the current device. Default: by rank. Nothing
         on the host target.
     nodes : int or sequence of int, optional
-        Virtual nodes: their number, or the size of each. Default: MKERNEL_NODES, else the real
-        nodes. The ranks of one host then reach those of another node over the network only, as on
-        different hosts; several hosts are not supported yet.
+        Virtual nodes: their number, or the size of each; none reaches over two hosts. Default:
+        MKERNEL_NODES, else each host is a node. The ranks of one host then reach those of another
+        node over the network only, as on different hosts.
     transport : {'auto', 'verbs', 'efa'}, optional
-        How nodes are reached. 'auto' takes MKERNEL_TRANSPORT; if that is unset, 'verbs'.
+        How nodes are reached. 'auto' takes MKERNEL_TRANSPORT; if that is unset, 'efa' if there is
+        an EFA card, else 'verbs'.
     nics : sequence of str, optional
-        This rank's network cards. Default: MKERNEL_NICS, else the first one of the software
-        network.
+        This rank's network cards, with a colon and the number of a port where that is not the
+        first active one: ``['mlx5_0', 'mlx5_1:2']``. Default: MKERNEL_NICS, else the fastest that
+        are nearest to this rank; on a host without any, nodes meet over one made of software.
     entry_timeout, progress_timeout : float, optional
         Seconds that a call waits for a peer to enter it (default 600), and for a peer that has
         entered it to go on (default 30); 0 means no limit. MKERNEL_TIMEOUT changes the defaults.
@@ -171,6 +177,8 @@ class Communicator:
         settings.warn_unknown()
         self._end: lifetime.End | None = None
         self._machine: Any = None
+        self._all_links: list[Any] = []
+        self._mirrors: Mirrors | None = None
         self._failure: errors.Error | None = None
         self._closed = False
         self._stranded = False  # a collective of MPI's was given up
@@ -206,7 +214,6 @@ class Communicator:
         oversubscribe: bool,
     ) -> None:
         """Agree on what all ranks must have alike."""
-        local = self.mpi.Split_type(_shared_memory_type(self.mpi))
         fact: Any
         try:
             defaults = settings.timeouts()
@@ -224,8 +231,7 @@ class Communicator:
             }
         except (TypeError, ValueError, errors.Error) as error:
             fact = error
-        facts = self.mpi.allgather((fact, local.Get_size(), cuda.has_gpu()))
-        local.Free()
+        facts = self.mpi.allgather((fact, host_of(self.mpi), cuda.has_gpu()))
         for rank, (fact, *_) in enumerate(facts):
             if isinstance(fact, Exception):
                 raise type(fact)(f"rank {rank}: {fact}")
@@ -241,51 +247,56 @@ class Communicator:
                     f"Communicator() on rank 0 has {first}, on rank {rank} {fact}; give all ranks "
                     "the same arguments and the same MKERNEL_* variables"
                 )
-        if any(size != self.size for _, size, _ in facts):
-            soft = (
-                "the software network does not reach other hosts, and " if first["fabric"] else ""
-            )
-            raise errors.ConfigurationError(
-                f"{self.size} ranks are on more than one host (ranks per host, as each rank sees "
-                f"it: {[size for _, size, _ in facts]}): {soft}between hosts there is no network "
-                "path yet, so run all ranks on one"
-            )
         self.target = first["target"]
-        self.topology = Topology(self.rank, first["nodes"])
+        self._hosts = [host for _, host, _ in facts]
+        nodes = _real_nodes(self._hosts, first["nodes"])
+        self.topology = Topology(self.rank, nodes)
         self._asked = first
         if self.target == "cuda" and threads:
             raise errors.ConfigurationError(
                 "ranks that are threads share no GPU: use target='host' for them, or start "
                 "processes with mpirun"
             )
-        if self.target == "cuda" and len(first["nodes"]) > 1:
+        if self.target == "cuda" and len(nodes) > 1:
             raise errors.ConfigurationError(
-                f"virtual nodes {list(first['nodes'])} on GPUs: there is no network path for them "
-                "yet; use target='host', or leave out nodes= and MKERNEL_NODES"
+                f"nodes of {list(nodes)} ranks with GPUs: there is no network path for them yet; "
+                "use target='host', or run all ranks on one host, without nodes= or MKERNEL_NODES"
             )
-        self.node, self.num_nodes = self.topology.node, len(first["nodes"])
+        self.node, self.num_nodes = self.topology.node, len(nodes)
         self.local_rank, self.local_size = self.topology.local_rank, self.topology.local_size
         self._network: Any = None
         self._entry_seconds, self._progress_seconds = first["timeouts"]
 
     def _choose_machine(self, device: int | None, oversubscribe: bool) -> None:
-        links = getattr(self.mpi, "links", None)
-        self._links = links() if links else SocketLinks(self.mpi)
-        self._all_links = [self._links]
+        self._links = self._linked(self._hosts[self.rank])
         if self.num_nodes > 1:
-            peers = self.mpi.Split(self.node, self.rank)
-            node_links = peers.links() if links else SocketLinks(peers)
-            peers.Free()
-            self._all_links.append(node_links)
-            self._machine = HostTarget(node_links)
+            self._machine = HostTarget(self._linked(self.node))
         elif self.target == "cuda":
             self._machine = cuda.CudaTarget(self.mpi, device, oversubscribe)
         else:
             self._machine = HostTarget(self._links)
         self.device = self._machine.device
 
+    def _linked(self, group: int) -> Any:
+        """Return what passes memory between the ranks that have this number alike."""
+        ranks = self.mpi.Split(group, self.rank)
+        links = ranks.links() if hasattr(ranks, "links") else SocketLinks(ranks)
+        ranks.Free()
+        self._all_links.append(links)
+        return links
+
     def _share_pages(self) -> None:
         pages = self._exchange_blocking(HostTarget(self._links), HostPage.nbytes())
+        begin = self._hosts[self.rank]
+        self._host_peers = range(begin, begin + len(pages))
+        remote = [rank for rank in range(self.size) if rank not in self._host_peers]
+        if remote:
+            self._mirrors = Mirrors(self.mpi, remote, self._together)
+            self._all_links.append(self._mirrors)
+            copies = self._together(lambda: [Segment.create(HostPage.nbytes()) for _ in remote])
+            for copy in copies:
+                copy.close_fd()
+            pages = [*copies[:begin], *pages, *copies[begin:]]
         signals = self._exchange_blocking(self._machine, SignalPage.nbytes(self.size))
         signals = self.topology.by_rank(signals)
         self._together(lambda: self._assemble(pages, signals))
@@ -312,26 +323,21 @@ class Communicator:
         self._kernels: dict[Any, Any] = {}
         self.hooks = TestHooks()
         self._make_world()
-        if isinstance(self._links, SocketLinks):
+        if self._mirrors is not None:
+            self._mirrors.start(self._pages)
+        processes = isinstance(self._links, SocketLinks)
+        if processes or self._mirrors is not None:
             watch = lifetime.Lost(self._pages, self.rank, self._signals)
+            sockets, pids = (self._links.sockets, self._links.pids) if processes else ({}, {})
             self._watcher = Watcher(
-                self._links.sockets, self._links.pids, watch, self._pages[self.rank].beat
+                {self._host_peers[peer]: link for peer, link in sockets.items()},
+                {self._host_peers[peer]: pid for peer, pid in pids.items()},
+                *(self._mirrors, watch, self._pages[self.rank].beat),
             )
             self._watcher.start()
 
     def _together(self, step: Callable[[], Any]) -> Any:
-        """Return the result of a step of construction; what fails on one rank is raised on all."""
-        result, problem = None, None
-        try:
-            result = step()
-        except errors.Error as error:
-            problem = _Raised(self.rank, error)
-        except OSError as error:
-            problem = _Raised(self.rank, errors.ConfigurationError(f"cannot be set up: {error}"))
-        for raised in self.mpi.allgather(problem):
-            if raised is not None:
-                raise raised.error
-        return result
+        return together(self.mpi, step)
 
     def _exchange_blocking(self, machine: Any, nbytes: int) -> list[Segment]:
         created: list[Segment] = []
@@ -423,8 +429,7 @@ class Communicator:
         """Connect with the ranks of other nodes that this one exchanges data with."""
         asked = self._asked
         self._network = self._end.network = connect(
-            self.topology,
-            self._page_addresses,
+            *(self.topology, self._hosts, self._page_addresses, self._machine.place()),
             *(asked["transport"], self._nics, asked["fabric"]),
             *(self._together, self.mpi.allgather),
         )
@@ -567,7 +572,7 @@ class Communicator:
         with self.calling(what):
             values = self._agree(what, work)
             for value in values:
-                if isinstance(value, _Raised):
+                if isinstance(value, Raised):
                     self._told = value.error
                     raise value.error
             return values
@@ -583,10 +588,12 @@ class Communicator:
             data = pickle.dumps((generation, digest, work()))
         except Exception as error:
             self._raise_failure()
-            data = pickle.dumps((generation, digest, _Raised(self.rank, error)))
+            data = pickle.dumps((generation, digest, Raised(self.rank, error)))
         replies = self._gather(data, generation)
         values = []
         for rank, (turn, theirs, value) in enumerate(map(pickle.loads, replies)):
+            if turn != generation or theirs != digest:
+                self._leave_word_to(0)
             if turn != generation:  # the one who is ahead has refused calls that the other makes
                 ahead = rank if turn > generation else self.rank
                 self._fail(Reason.REFUSED, ahead, min(turn, generation))
@@ -690,15 +697,17 @@ class Communicator:
 
         try:
             answers = self.agree("to share memory", create)
-            # Ranks of one node draw on the same memory.
-            total = sum(size for _, size, _ in answers)
-            available = min(left for *_, left in answers)
-            if total > available:
-                error = self._told = errors.OutOfMemoryError(
-                    f"the ranks of this node ask for {total} bytes of shared memory together, and "
-                    f"{available} are available"
-                )
-                raise error
+            # Ranks of one host draw on the same memory.
+            for host in sorted(set(self._hosts)):
+                there = [answers[rank] for rank, its in enumerate(self._hosts) if its == host]
+                total = sum(size for _, size, _ in there)
+                available = min(left for *_, left in there)
+                if total > available:
+                    error = self._told = errors.OutOfMemoryError(
+                        f"the ranks of the host of rank {host} ask for {total} bytes of shared "
+                        f"memory together, and {available} are available"
+                    )
+                    raise error
         except BaseException:
             for segment in created:
                 machine.discard(segment)
@@ -1032,6 +1041,8 @@ class Communicator:
     def _pending(self) -> errors.Error | None:
         """Return the failure that this communicator met, if any; it closes it for all calls."""
         if self._failure is None:
+            if self._mirrors is not None and self._pages[self.rank].words.abort:
+                self._mirrors.settle()
             self._failure = lifetime.failure_in(self._pages, self.rank)
         return self._failure
 
@@ -1054,6 +1065,13 @@ class Communicator:
             )
             abort([page, *self._pages], self.rank)
         self._raise_failure()
+
+    def _leave_word_to(self, rank: int) -> None:
+        """Have a rank tell all what all have seen, as its word takes a while to other hosts."""
+        end = time.monotonic() + _WORD_SECONDS
+        while self.rank != rank and self._mirrors is not None and time.monotonic() < end:
+            self._raise_failure()
+            time.sleep(0.01)
 
     def synchronize(self) -> None:
         """Wait for the calls of this rank, and raise the failure of one, if there was one. Local.
@@ -1142,8 +1160,11 @@ class Communicator:
         if self._end is not None:
             self._end()
             self._segments, self._heap = SegmentTable(self.rank, self.size), Heap()
-        elif self._machine is not None:
-            self._machine.close()
+        else:
+            for links in self._all_links:
+                links.close()
+            if self._machine is not None:
+                self._machine.close()
         # Freeing needs ranks that are there, and no collective that was left half done.
         hindered = lifetime.lost or self._stranded or _finalized(self.mpi)
         if self._process == os.getpid() and not hindered:
@@ -1174,26 +1195,6 @@ class _Calling:
                 comm.refuse(error)
         finally:
             comm._leave()
-
-
-class _Raised:
-    """An exception of one rank, on its way to all."""
-
-    def __init__(self, rank: int, error: Exception):
-        try:
-            self.error = type(error)(f"rank {rank}: {error}")
-            pickle.loads(pickle.dumps(self.error))
-        except Exception:
-            self.error = errors.PeerError(f"rank {rank}: {type(error).__name__}: {error}")
-
-
-def _shared_memory_type(mpi: Any) -> int:
-    kind = getattr(mpi, "COMM_TYPE_SHARED", None)
-    if kind is None:
-        from mpi4py import MPI
-
-        kind = MPI.COMM_TYPE_SHARED
-    return kind
 
 
 def _finalized(mpi: Any) -> bool:
@@ -1227,11 +1228,31 @@ def _nics(nics: Any) -> tuple[str, ...] | None:
     return names
 
 
-def _nodes(nodes: Any, size: int) -> tuple[int, ...]:
+def _real_nodes(hosts: Sequence[int], asked: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the sizes of the nodes: hosts, or what was asked for, as far as hosts allow that."""
+    real = [hosts.count(host) for host in dict.fromkeys(hosts)]
+    if list(hosts) != sorted(hosts):
+        raise errors.ConfigurationError(
+            f"the ranks of each host must follow each other, and rank by rank their hosts (by "
+            f"their lowest rank) are {list(hosts)}: start them host by host (Open MPI: --map-by "
+            "slot; MPICH: -ppn; Slurm: --distribution=block)"
+        )
+    if asked is None:
+        return tuple(real)
+    ends = set(itertools.accumulate(asked))
+    if not ends >= set(itertools.accumulate(real)):
+        raise errors.ConfigurationError(
+            f"nodes of {list(asked)} ranks do not fit hosts of {real}: no node reaches over two "
+            "hosts; leave out nodes= and MKERNEL_NODES to have each host be one"
+        )
+    return asked
+
+
+def _nodes(nodes: Any, size: int) -> tuple[int, ...] | None:
     if nodes is None:
         nodes = settings.nodes()
         if nodes is None:
-            return (size,)
+            return None
         try:
             return _nodes(nodes, size)
         except ValueError as error:

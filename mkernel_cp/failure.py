@@ -137,6 +137,7 @@ _STATUS = {
     1: "local length error",
     2: "local operation error",
     4: "local protection error",
+    5: "its queue pair was given up: the card has failed, or the other side refused something",
     7: "an arrival that does not belong to this call",
     8: "local access error",
     9: "invalid request at the remote side",
@@ -145,15 +146,18 @@ _STATUS = {
     12: "no answer, after all retries",
     13: "the receiver was not ready, after all retries",
     20: "no answer in time",
+    21: "its driver refused a request",
 }
 
 
-def of_network(origin: int, record: Any, card: str) -> errors.NetworkError:
-    """Return the exception for what a proxy met; `card` is the network card's name."""
+def of_network(origin: int, record: Any, card: bytes) -> errors.NetworkError:
+    """Return the exception for what a proxy met; `card` is the network card's name, with zeros."""
+    name = card.rstrip(b"\0").decode(errors="replace")
     status = _STATUS.get(record.index, "general error")
+    whom = f" in an exchange with rank {record.peer}," if record.peer != origin else ""
     return errors.NetworkError(
-        f"network card {card} of rank {origin}: {status} (status {record.index}, detail "
-        f"{record.seen}), in an exchange with rank {record.peer}, generation {record.generation}. "
+        f"network card {name} of rank {origin}: {status} (status {record.index}, detail "
+        f"{record.seen}),{whom} generation {record.generation}. "
         "Is the link up, and the other rank alive?"
     )
 

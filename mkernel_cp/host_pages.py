@@ -82,6 +82,7 @@ class HostPage:
         self._segment = segment
         self.address = segment.address
         self.words = page.from_address(segment.address)
+        self._numbers = (ctypes.c_uint64 * (ctypes.sizeof(page) // 8)).from_address(self.address)
         start = round_up(ctypes.sizeof(page), _LINE)
         self._said: list[tuple[str, bool]] = [("", False)] * _TEXT_SLOTS
         self._texts = memoryview(segment.bytes)[start : start + _TEXT_SLOTS * _TEXT_BYTES]
@@ -95,6 +96,28 @@ class HostPage:
     def beat(self) -> None:
         """Show that this process runs."""
         self.words.beat += 1
+
+    def pieces(self) -> dict[int, bytes]:
+        """Return what a copy of the page is made of, in the order to apply it: by place, its bytes.
+
+        A word is read after those that come later in time, so that it is no older than they say.
+        """
+        words = self._numbers
+        first = struct.pack(f"={len(words)}Q", *words[:])
+        slots = range(0, len(self._texts), _TEXT_BYTES)
+        texts = {at + _TEXT_BYTES: bytes(self._texts[at : at + _TEXT_BYTES]) for at in slots}
+        return {**texts, 0: first}
+
+    def apply(self, place: int, piece: bytes) -> None:
+        """Take over a piece of another page; the words from the last to the first."""
+        if place:
+            self._texts[place - _TEXT_BYTES : place - _TEXT_BYTES + len(piece)] = piece
+            return
+        abort, *others = struct.unpack(f"={len(self._numbers)}Q", piece)
+        for i in range(len(others), 0, -1):
+            self._numbers[i] = others[i - 1]
+        if abort:  # else it may have been set here, for the other one to take note
+            self._numbers[0] = abort
 
     def set_text(self, generation: int, text: str, *, refusal: bool = False) -> None:
         """Say what this rank calls in a generation, or why it refuses to."""

@@ -21,20 +21,33 @@ _owner = os.getpid()
 
 
 def failure_in(pages: Sequence[HostPage], rank: int) -> errors.Error | None:
-    """Return the failure that a rank's abort word points to."""
-    word = pages[rank].words.abort
-    if not word:
+    """Return the failure that a rank has met; None if it has met none.
+
+    Where ranks have met different ones at the same time, all raise the first of them.
+    """
+    if not pages[rank].words.abort:
         return None
-    origin = (word & 0xFFFFFFFF) - 1
+    found = [_record(pages, word) for page in pages if (word := page.words.abort)]
+    # A record of another host may not have come from there.
+    origin, record = min(
+        found, key=lambda one: (not one[1].reason, one[1].generation, one[1].reason, one[0])
+    )
     words = pages[origin].words
-    record = (words.by_kernel, words.by_watcher, words.by_proxy)[word >> 32]
+    if not record.reason:
+        return errors.PeerLostError(f"lost rank {origin}, which had failed: it did not say how")
     if record.reason == Reason.LOST:
         lost.add(record.peer)
     if record.reason == Reason.NETWORK:
-        card = bytes(words.card).rstrip(b"\0").decode(errors="replace")
-        return failure.of_network(origin, record, card)
+        return failure.of_network(origin, record, bytes(words.card))
     texts = [page.text(record.generation) for page in pages]
     return failure.build(origin, record, texts)
+
+
+def _record(pages: Sequence[HostPage], word: int) -> tuple[int, Any]:
+    """Return the rank that an abort word names, and its record."""
+    origin = (word & 0xFFFFFFFF) - 1
+    words = pages[origin].words
+    return origin, (words.by_kernel, words.by_watcher, words.by_proxy)[word >> 32]
 
 
 class Lost:

@@ -7,7 +7,7 @@ tests, debuggers and ThreadSanitizer, which see no further than one process.
 import gc
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ class LocalWorld:
     ----------
     size : int
         Number of ranks.
+    hosts : sequence of int, optional
+        How many ranks each of several hosts is to have, for tests; default: all on one.
 
     Examples
     --------
@@ -31,10 +33,13 @@ class LocalWorld:
     >>> results = LocalWorld(4).run(program)
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, *, hosts: Sequence[int] = ()):
         if size < 1:
             raise ValueError(f"size={size}: a world has at least one rank")
         self.size = size
+        self._hosts = [host for host, ranks in enumerate(hosts or (size,)) for _ in range(ranks)]
+        if len(self._hosts) != size:
+            raise ValueError(f"hosts={hosts}: the numbers must add up to the {size} ranks")
 
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``program(comm, *args)`` on every rank, each in a thread of its own.
@@ -49,7 +54,7 @@ class LocalWorld:
         BaseException
             That of the lowest rank that raised, once all have ended; the others' are its notes.
         """
-        group = _Group(list(range(self.size)), _Family())
+        group = _Group(list(range(self.size)), _Family(self._hosts))
         results: list[Any] = [None] * self.size
         raised: dict[int, BaseException] = {}
 
@@ -83,10 +88,10 @@ class LocalWorld:
 
 
 class _Family:
-    """What all communicators of a world share: one condition, and who has left the world."""
+    """What all communicators of a world share: one condition, hosts, and who has left the world."""
 
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
+    def __init__(self, hosts: Sequence[int]) -> None:
+        self.changed, self.hosts = threading.Condition(), hosts
         self.left: list[int] = []
 
     def leave(self, rank: int) -> None:
@@ -139,8 +144,9 @@ class LocalComm:
         return self.Split(0, self._rank)
 
     def Split_type(self, kind: int, key: int = 0) -> "LocalComm":
-        """Return the ranks that share memory: all."""
-        return self.Split(0, key)
+        """Return the ranks that share memory: those of a host."""
+        group = self._group
+        return self.Split(group.family.hosts[group.members[self._rank]], key)
 
     def Split(self, color: int = 0, key: int = 0) -> "LocalComm":
         """Return the ranks with the same color, ordered by key and rank."""

@@ -41,13 +41,13 @@ VARIABLES = (
     ),
     Variable(
         "MKERNEL_NICS",
-        "network devices to use, names separated by commas",
+        "network devices to use, names separated by commas, as mlx5_0,mlx5_1:2 (its second port)",
         "unset: chosen automatically",
     ),
     Variable(
         "MKERNEL_FABRIC",
         "software network for tests: soft, or soft:rate=GB/s,seed=integer,fault=rule",
-        "unset: the real devices",
+        "unset: the real devices, or soft between virtual nodes where there are none",
     ),
     Variable(
         "MKERNEL_TIMEOUT",

@@ -5,7 +5,10 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+
+from .mirrors import Mirrors
 
 
 class Watcher(threading.Thread):
@@ -14,29 +17,33 @@ class Watcher(threading.Thread):
     Parameters
     ----------
     sockets : mapping of int to socket.socket
-        Per peer; nothing is read from them.
+        Per peer of this host; nothing is read from them.
     pids : mapping of int to int
-        Per peer; 0 if it is in a process namespace that is not seen here.
+        Per such peer; 0 if it is in a process namespace that is not seen here.
+    mirrors : Mirrors or None
+        The connections with other hosts, which have their turn here.
     lost : callable
         Called once per peer that is gone, with its rank.
     beat : callable
         Called ten times a second: what it does shows that this process runs.
     """
 
-    _BEAT_MS = 100
+    _BEAT_SECONDS = 0.1
 
     def __init__(
         self,
         sockets: Mapping[int, socket.socket],
         pids: Mapping[int, int],
+        mirrors: Mirrors | None,
         lost: Callable[[int], None],
         beat: Callable[[], None],
     ):
         super().__init__(name="mkernel_cp watcher", daemon=True)
-        self._lost, self._beat = lost, beat
+        self._lost, self._beat, self._mirrors = lost, beat, mirrors
         self._poll = select.poll()
         self._peers: dict[int, int] = {}
         self._process_fds: list[int] = []
+        self._remote: set[int] = set()
         for peer, link in sockets.items():
             self._register(link.fileno(), select.POLLRDHUP, peer)
             # A forked child may keep a dead rank's socket open: so the process is watched too.
@@ -44,6 +51,9 @@ class Watcher(threading.Thread):
                 fd = os.pidfd_open(pids[peer])
                 self._process_fds.append(fd)
                 self._register(fd, select.POLLIN, peer)
+        for peer, link in mirrors.sockets.items() if mirrors else ():
+            self._remote.add(peer)
+            self._register(link.fileno(), select.POLLIN, peer)
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC)
         self._poll.register(self._wake, select.POLLIN)
 
@@ -53,13 +63,20 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         gone: set[int] = set()
+        due = time.monotonic()
         while True:
-            self._beat()
-            for fd, _ in self._poll.poll(self._BEAT_MS):
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._BEAT_SECONDS
+                self._beat()
+                if self._mirrors is not None:
+                    self._mirrors.send()
+            for fd, _ in self._poll.poll(max(0.0, 1000 * (due - time.monotonic()))):
                 if fd == self._wake:
                     return
-                self._poll.unregister(fd)
                 peer = self._peers[fd]
+                if peer in self._remote and self._mirrors.receive(peer):
+                    continue
+                self._poll.unregister(fd)
                 if peer not in gone:
                     gone.add(peer)
                     self._lost(peer)

@@ -6,6 +6,7 @@ import pytest
 import worlds
 
 from mkernel_cp import compiler
+from mkernel_cp.transport import devices
 
 
 def pytest_addoption(parser):
@@ -15,6 +16,10 @@ def pytest_addoption(parser):
         choices=("host", "cuda"),
         default="host",
         help="where the programs run that tests start on ranks of their own",
+    )
+    parser.addoption(
+        "--nic",
+        help="names of real network cards, separated by commas, in place of those of software",
     )
     parser.addoption(
         "--gpu",
@@ -38,6 +43,12 @@ def pytest_configure(config):
     else:
         # A machine with a GPU would choose that, also in the programs that tests start.
         os.environ["MKERNEL_TARGET"] = config.getoption("--target")
+        # So would one with network cards.
+        if config.getoption("--nic"):
+            worlds.nics = tuple(config.getoption("--nic").split(","))
+            os.environ["MKERNEL_NICS"] = config.getoption("--nic")
+        else:
+            os.environ["MKERNEL_FABRIC"] = "soft"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -46,6 +57,8 @@ def pytest_collection_modifyitems(config, items):
         here = [item for item in items if item.get_closest_marker("operator")]
     elif worlds.gpu_world is None:
         here = [item for item in items if not item.get_closest_marker("gpu")]
+        if worlds.nics:
+            here = [item for item in here if _runs_on(worlds.nics, item)]
     else:
         size = worlds.gpu_world.Get_size()
         here = [item for item in items if _world_of(item) == size]
@@ -62,6 +75,19 @@ def _world_of(item):
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     case = parameters.get("case")
     return case.world if case else parameters.get("size") or marker.kwargs["world"]
+
+
+def _runs_on(nics, item):
+    """Whether real network cards can show what a test is about."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    kinds = {port.kind for port in devices.ports() if port.name in nics}
+    transport = "efa" if devices.EFA in kinds else "verbs"
+    return (
+        not item.get_closest_marker("software")
+        and "fault" not in parameters
+        and parameters.get("transport", transport) == transport
+        and parameters.get("cards", 1) <= len(nics)
+    )
 
 
 def pytest_runtest_logreport(report):

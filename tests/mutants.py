@@ -522,6 +522,19 @@ MUTANTS = {
         "flight(number).left = 0, publish();",
         NETWORK,
     ),
+    "network: what is given back": Mutant(
+        "native/network.cpp",
+        "if (flushed_ && now() - flushed_ > patience_ns)",
+        "if (false)",
+        NETWORK,
+    ),
+    "network: routed within a subnet": Mutant(
+        "native/cards.h",
+        "theirs.lid == 0 || !same_subnet;",
+        "true;",
+        ("test_network.py::test_packets_go_by_numbers_of_ports_on_infiniband_alone",),
+    ),
+    "network: any address": Mutant("native/cards.h", "if (worth > best)", "if (best < 0)", NETWORK),
     "network: generation of letters": Mutant(
         "native/network.cpp",
         "generation = shared_.letters[bits % 2 * shared_.size + place].generation;",

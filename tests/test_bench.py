@@ -59,6 +59,7 @@ def test_a_run_writes_a_record_of_every_case(run):
         assert (record["world"], record["nodes"], record["dtype"]) == (2, 1, "float16")
         assert (record["target"], record["engine"], record["card"]) == ("host", "host", "cpu")
         assert record["floor_ms"] == max(record["compute_ms"], record["transfer_ms"])
+        assert record["network_ms"] == 0
         assert record["efficiency"] == record["floor_ms"] / record["fused_ms"]
         assert isinstance(record["unfused_ms"], float)
         assert record["rivals"] == {"PyTorch async-TP": "needs GPUs", "cuBLASMp": "needs GPUs"}
@@ -79,6 +80,21 @@ def test_a_run_prints_a_table_and_what_its_dashes_mean(run):
     assert rows[:2] == [records.line(record) for record in written]
     assert rows[2:] == ["PyTorch async-TP: needs GPUs", "cuBLASMp: needs GPUs"]
     assert done.stderr == ""
+
+
+@pytest.mark.mpi
+def test_a_run_on_several_nodes_has_what_the_network_takes(tmp_path):
+    path = tmp_path / "records.json"
+    environment = {"MKERNEL_NODES": "2", "MKERNEL_FABRIC": "soft:rate=0.02"}
+    shape = "--shape=70,330,1"
+    done = bench(shape, "--repeat=1", "--dtype=float32", f"--json={path}", env=environment)
+    assert done.returncode == 0, done.stderr
+    (record,) = records.read(path)
+    assert record["nodes"] == 2
+    assert record["transfer_ms"] == 0
+    assert record["network_ms"] >= 0.9e3 * 35 * 330 * 4 / 0.02e9  # no link exceeds its rate
+    assert record["floor_ms"] == max(record["compute_ms"], record["network_ms"])
+    assert "GB/s out of each network card" in done.stdout
 
 
 @pytest.mark.mpi
@@ -220,6 +236,7 @@ def measured(fused=0.25, **others):
     return {
         "compute_ms": 0.05,
         "transfer_ms": 0.07,
+        "network_ms": 0.0,
         "engine_ms": 0.06,
         "unfused_ms": 0.2,
         "fused_ms": fused,

@@ -13,7 +13,8 @@ from launcher import ROOT, mpirun
 import mkernel_cp as mk
 from mkernel_cp import plan, reference
 from mkernel_cp.attention_plan import Attention, choose_attention_tile
-from mkernel_cp.commands import compile
+from mkernel_cp.commands import compile, doctor
+from mkernel_cp.transport import check
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -427,6 +428,24 @@ def test_doctor_finds_all_that_is_needed(tmp_path):
     assert {"Python", "numpy", "mpi4py", "MPI", "target", "C++", "cache", "memfd"} <= set(states)
     assert {"UNIX", "pidfd", "/dev/shm", "MKERNEL_TIMEOUT"} <= set(states)
     assert f"{tmp_path}/cache, 0 entries" in done.stdout
+
+
+def test_doctor_on_ranks_looks_whether_they_reach_each_other(monkeypatch):
+    def look(mpi):
+        return list(doctor._pairs(mpi))
+
+    (finding,) = mk.LocalWorld(2).run(look)[0]
+    assert (finding.state, finding.what) == ("ok", "pairs of ranks")
+    assert "each of 2 has written to each other one over verbs on soft0, made of" in finding.text
+    monkeypatch.setattr(check, "_SECONDS", 0.5)
+    monkeypatch.setenv("MKERNEL_FABRIC", "soft:fault=error@1")
+    first, *_ = mk.LocalWorld(2, hosts=(1, 1)).run(look)[0]
+    assert first.state == "MISSING"
+    assert "gets nothing from" in first.text
+    monkeypatch.setenv("MKERNEL_FABRIC", "soft:fault=denied")
+    (finding,) = mk.LocalWorld(2).run(look)[0]
+    assert finding.state == "warning"
+    assert "may this user open /dev/infiniband?" in finding.text
 
 
 def test_doctor_tells_what_is_missing_and_what_mends_it():

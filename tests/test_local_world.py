@@ -183,6 +183,14 @@ def test_several_may_be_under_way_and_end_in_any_order():
     assert run(3, program) == [[[10 * step + r for r in range(3)] for step in range(6)]] * 3
 
 
+def test_hosts_share_out_all_ranks():
+    with pytest.raises(ValueError, match=r"hosts=\(1, 1\): the numbers must add up to the 3"):
+        mk.LocalWorld(3, hosts=(1, 1))
+    for hosts in ((2, 1), (1, 1, 1)):
+        parts = mk.LocalWorld(3, hosts=hosts).run(lambda comm: comm.Split_type(0).Get_size())
+        assert parts == [ranks for ranks in hosts for _ in range(ranks)]
+
+
 # --- Split, Dup, Split_type ---------------------------------------------------------------------
 
 

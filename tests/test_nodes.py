@@ -2,7 +2,9 @@
 
 import itertools
 import os
+import resource
 import signal
+import threading
 import time
 from dataclasses import replace
 
@@ -17,6 +19,7 @@ from test_reductions import CLASSES, call, call_case, share
 import mkernel_cp as mk
 from mkernel_cp import errors
 from mkernel_cp.topology import Topology
+from mkernel_cp.transport import soft
 
 TRANSPORTS = ("verbs", "efa")
 NODES = [(1, 1), (2, 1), (1, 2, 1), (2, 2), (1, 1, 1, 1), (1, 3)]
@@ -142,6 +145,7 @@ def test_back_to_back_calls_with_late_ranks_and_roles(operator, nodes, transport
     worlds.run(size, program, nodes=nodes, transport=transport)
 
 
+@pytest.mark.software
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_each_byte_crosses_the_network_once_and_no_heap_is_mapped(order, transport):
@@ -357,12 +361,45 @@ def test_a_network_that_fails_is_an_error_on_all_ranks(operator, fault, transpor
     all_are(results, mk.NetworkError, "network card soft", "in an exchange with rank")
 
 
-def test_registration_that_is_refused_is_an_error_on_all_ranks(monkeypatch):
-    monkeypatch.setenv("MKERNEL_FABRIC", "soft:fault=refuse")
-    results = outcomes(3, lambda comm: None, nodes=(2, 1))
-    all_are(results, mk.NetworkError, "rank 0: soft0: ibv_reg_mr", "ulimit -l", "errno 12")
+@pytest.fixture
+def little_memory_to_lock():
+    most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, most[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, most)
 
 
+@pytest.mark.software
+@pytest.mark.parametrize(
+    ("fault", "transport", "kind", "texts"),
+    [
+        ("absent", "verbs", mk.ConfigurationError, ("no network card soft", "there are: none")),
+        ("denied", "efa", mk.ConfigurationError, ("ibv_open_device (may this user", "errno 13")),
+        ("refuse", "verbs", mk.NetworkError, ("ibv_reg_mr of", "errno 95")),
+        ("memlock", "efa", mk.NetworkError, ("ulimit -l: 65536 bytes", "errno 12")),
+    ],
+)
+@pytest.mark.usefixtures("little_memory_to_lock")
+def test_what_a_card_refuses_is_an_error_on_all_ranks(fault, transport, kind, texts, monkeypatch):
+    """Nothing is left, and the next communicator works."""
+
+    def program(comm):
+        mk.allgather_gemm(comm.asarray(A), B, comm=comm)  # its operand is too much to lock
+
+    options = {"nodes": (2, 1), "transport": transport}
+    worlds.run(3, program, **options)
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    monkeypatch.setenv("MKERNEL_FABRIC", f"soft:fault={fault}")
+    began = time.monotonic()
+    all_are(outcomes(3, program, **options), kind, "rank 0: ", *texts)
+    assert time.monotonic() - began < 10
+    monkeypatch.undo()
+    worlds.run(3, program, **options)
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert threading.active_count() <= threads
+
+
+@pytest.mark.software
 def test_cards_that_differ_in_number_are_an_error_on_all_ranks():
     def main(mpi):
         try:
@@ -373,6 +410,19 @@ def test_cards_that_differ_in_number_are_an_error_on_all_ranks():
         return None
 
     all_are(mk.LocalWorld(2).run(main), mk.ConfigurationError, "network cards, [1, 2]")
+
+
+@pytest.mark.software
+def test_cards_on_different_networks_are_an_error_on_all_ranks():
+    def main(mpi):
+        try:
+            mk.Communicator(mpi, nodes=2, nics=[soft.VERBS_CARDS[mpi.Get_rank()]]).close()
+        except mk.Error as error:
+            return error
+        return None
+
+    texts = "soft0 and the card of rank 1 do not understand each other", "there InfiniBand"
+    all_are(mk.LocalWorld(2).run(main), mk.NetworkError, *texts)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -425,6 +475,7 @@ def test_a_rank_of_another_node_that_refuses_or_never_calls(operator):
     all_are(others, mk.PeerLostError, "rank 0 has closed")
 
 
+@pytest.mark.software
 def test_many_communicators_one_after_another_and_side_by_side():
     """Each has queue pairs, keys and a proxy of its own; all of it is given back."""
 
@@ -446,12 +497,16 @@ def test_many_communicators_one_after_another_and_side_by_side():
     mk.LocalWorld(3).run(program)
 
 
+@pytest.mark.software
 @pytest.mark.mpi
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_survivors_of_a_killed_rank_name_it_on_all_nodes(transport, tmp_path, monkeypatch):
-    monkeypatch.setenv("MKERNEL_NODES", "2")
+@pytest.mark.parametrize(("transport", "hosts"), [("verbs", ()), ("efa", (2, 2))])
+def test_survivors_of_a_killed_rank_name_it_on_all_nodes(transport, hosts, tmp_path, monkeypatch):
+    if hosts:
+        monkeypatch.setenv("MKERNEL_FABRIC", "soft")
+    else:
+        monkeypatch.setenv("MKERNEL_NODES", "2")
     monkeypatch.setenv("MKERNEL_TRANSPORT", transport)
-    said, status, _ = mishap("killed", tmp_path)
+    said, status, _ = mishap("killed", tmp_path, *hosts)
     assert status == {0: 1, 1: -signal.SIGKILL, 2: 1, 3: 1}
     assert sorted(said) == [0, 2, 3]
     for text in said.values():
@@ -459,6 +514,7 @@ def test_survivors_of_a_killed_rank_name_it_on_all_nodes(transport, tmp_path, mo
         assert float(text.split()[0]) < 10
 
 
+@pytest.mark.software
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("nodes", "transport"), [("2", "verbs"), ("1,2,1", "efa"), ("1,1,1,1", "verbs")]

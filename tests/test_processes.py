@@ -11,11 +11,16 @@ from launcher import mpirun
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def mishap(what, folder, ranks=4):
-    """Run a mishap; return what each rank said, how its process ended, and the error output."""
+def mishap(what, folder, *hosts, ranks=4):
+    """Run a mishap; return what each rank said, how its process ended, and the error output.
+
+    `hosts`: how many ranks are as if on each of several.
+    """
     began = time.monotonic()
     program = PROGRAMS / "mishap.py"
-    result = mpirun(ranks, PROGRAMS / "witness.py", folder, program, what, folder, timeout=60)
+    result = mpirun(
+        ranks, PROGRAMS / "witness.py", folder, program, what, folder, *hosts, timeout=60
+    )
     said = {int(p.name[5:]): p.read_text() for p in Path(folder).glob("said-*")}
     status = {int(p.name[7:]): int(p.read_text()) for p in Path(folder).glob("status-*")}
     assert time.monotonic() - began < 30

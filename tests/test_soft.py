@@ -38,6 +38,23 @@ def test_the_package_ibverbs_finds_it_strict(environment, what):
     assert "all right" in result.stdout
 
 
+def test_the_tests_for_real_cards_run_on_libraries_of_the_system(tmp_path):
+    """As launch/test_fabric.sh runs them; here the system's libraries are ours."""
+    for name in ("libibverbs.so.1", "libefa.so.1"):
+        (tmp_path / name).symlink_to(soft.path())
+    tests = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nic", "soft1"]
+    result = subprocess.run(
+        [*command, tests / "test_network.py", "-k", "letters or sent_means or lost"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "MKERNEL_FABRIC": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 passed" in result.stdout
+
+
 def test_the_check_of_our_declarations_sees_a_difference(tmp_path):
     """With our own header as that of a distribution, and then with a member less."""
     folder = tmp_path / "infiniband"

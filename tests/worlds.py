@@ -24,6 +24,9 @@ SIZES = (1, 2, 3, 4)
 # A byte that makes NaN, and one that makes numbers, of every type.
 NAN, NUMBER = 0xFF, 0x40
 
+# Real network cards between nodes, in place of those of software.
+nics = ()
+
 # The ranks that mpirun started, where the shared bodies run on GPUs.
 gpu_world = None
 # Whether they run on threads that share one GPU.

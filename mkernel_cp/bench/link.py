@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..communicator import Communicator, extent
+from ..errors import Error
+from ..transport.check import exchange
 from .timing import Gate, interleaved_ms
 
 _PIECE = {"cuda": 128 << 20, "host": 1 << 20}
+_TIMES = 5
 
 _COPY = r"""
 typedef unsigned long long size;
@@ -26,12 +29,14 @@ Copy = Callable[[int, int, int], Any]
 
 
 def link_rate(comm: Communicator, clock: Any, gate: Gate) -> float:
-    """Return the bytes per second that reach every rank when all send to all; inf for one rank.
+    """Return the bytes per second that reach every rank when all of a node send to all there.
 
-    Collective. The best of pull and push, by the copy engines and by a kernel; the peers take
-    turns, and no two ranks use the same one at a time.
+    Collective; inf where a node has one rank. The best of pull and push, by the copy engines and by
+    a kernel; the peers take turns, and no two ranks use the same one at a time.
     """
-    if comm.size == 1:
+    begin, size = comm.topology.begin, comm.local_size
+    least = min(comm.topology.sizes)
+    if least == 1:
         return math.inf
     piece = _PIECE[comm.target]
     random = np.random.default_rng(comm.rank)
@@ -40,8 +45,8 @@ def link_rate(comm: Communicator, clock: Any, gate: Gate) -> float:
     sources, landings = _addresses(comm, source), _addresses(comm, landing)
 
     def exchange(copy: Copy, push: bool) -> None:
-        for step in range(1, comm.size):
-            peer = (comm.rank + step) % comm.size
+        for step in range(1, size):
+            peer = begin + (comm.local_rank + step) % size
             reader, writer = (peer, comm.rank) if push else (comm.rank, peer)
             copy(landings[reader] + writer * piece, sources[writer], piece)
 
@@ -51,7 +56,42 @@ def link_rate(comm: Communicator, clock: Any, gate: Gate) -> float:
         for push in (False, True)
     }
     fastest = min(interleaved_ms(comm, clock, gate, calls).values())
-    return (comm.size - 1) * piece / (1e-3 * fastest)
+    return (least - 1) * piece / (1e-3 * fastest)
+
+
+def network_rate(comm: Communicator) -> float:
+    """Return the bytes per second that leave every rank for other nodes when all send.
+
+    Collective; inf for one node. The best of several plain writes to the gateways.
+    """
+    if comm.num_nodes == 1:
+        return math.inf
+    nbytes, where = _PIECE[comm.target], comm.topology
+    own = comm.asarray(np.full(nbytes, comm.rank + 1, np.uint8))
+    landing = comm.zeros((comm.size, nbytes), np.uint8)
+    source, target = (
+        (place.segment, place.offset)
+        for place in (comm.segments.locate(*extent(array)) for array in (own, landing))
+    )
+    there = comm.agree("where plain writes go", lambda: target)
+    sends = {
+        peer: (source, (there[peer][0], there[peer][1] + comm.rank * nbytes), nbytes)
+        for peer in where.gateways
+    }
+    rates = []
+    for _ in range(_TIMES):
+        landing[:] = 0
+        comm.barrier()
+        _, seconds = exchange(
+            *(comm.network, where, comm.generation, sends),
+            *(comm.barrier, lambda: comm.closed),
+        )
+        wrong = [rank for rank in where.sources if (landing[rank] != rank + 1).any()]
+        found = comm.agree("what came over the network", lambda s=seconds, w=wrong: (s, w))
+        if any(wrong for _, wrong in found):
+            raise Error(f"plain writes over the network did not come: {[bad for _, bad in found]}")
+        rates.append(len(where.gateways) * nbytes / max(seconds for seconds, _ in found))
+    return max(rates)
 
 
 def _addresses(comm: Communicator, array: Any) -> list[int]:

@@ -16,7 +16,7 @@ from ..errors import Error
 from . import baselines, timing
 from .baselines import Operands
 from .data import normal
-from .link import link_rate
+from .link import link_rate, network_rate
 from .timing import Call
 
 _SETS = 3  # of operands, used in turn: what the call before has left in a cache is of no use
@@ -59,8 +59,9 @@ class OperatorBench(abc.ABC):
         What is measured.
     shapes, quick_shapes : dict
         By target, what is measured if nothing else is asked for.
-    link_rate : float
-        Bytes per second that reach a rank, measured now.
+    link_rate, network_rate : float
+        Bytes per second that reach a rank from its node, and that leave it for others, measured
+        now.
     """
 
     operator: ClassVar[str]
@@ -79,7 +80,7 @@ class OperatorBench(abc.ABC):
         self._machine, self._dtype = comm.machine, dtype
         self._bits = np.dtype(f"u{dtype.itemsize}")
         self._numpy = np if comm.target == "host" else importlib.import_module("cupy")
-        self.link_rate = link_rate(comm, clock, gate)
+        self.link_rate, self.network_rate = link_rate(comm, clock, gate), network_rate(comm)
         # Before libraries start threads of their own in this process.
         self._host_us = {
             name: timing.host_us(comm, clock, call) for name, call in self._small_calls().items()
@@ -97,7 +98,7 @@ class OperatorBench(abc.ABC):
         part = comm.mpi.Split(comm.rank)
         with (
             clock.stream(),
-            Communicator(part, target=comm.target, device=clock.device()) as alone,
+            Communicator(part, target=comm.target, device=clock.device(), nodes=1) as alone,
             contextlib.closing(timing.Gate(comm)) as gate,
         ):
             self = cls(comm, alone, clock, gate, dtype)
@@ -186,11 +187,16 @@ class OperatorBench(abc.ABC):
             calls = {name: call for name, call in found.items() if not isinstance(call, str)}
             found |= timing.interleaved_ms(self._comm, self._clock, self._gate, calls)
             plan = fused.plan.to_json()
-        bytes_in = self._bytes_in(sets[0].row_counts, k, n)
+            bytes_in, bytes_out = self._bytes_in(sets[0].row_counts, k, n), 0
+            if self._comm.num_nodes > 1:
+                both = fused.plan.bytes_from_peers, fused.plan.bytes_to_network
+                crossing = self._comm.agree("what crosses links", lambda: both)
+                bytes_in, bytes_out = map(max, zip(*crossing, strict=True))
         rivals = {name: self._told(name, (m, k, n), found.pop(name)) for name in self._rivals}
         return {
             **found,
             "transfer_ms": 1e3 * bytes_in / self.link_rate,
+            "network_ms": 1e3 * bytes_out / self.network_rate,
             "host_us": self._host_us,
             "rivals": rivals,
             "plan": plan,

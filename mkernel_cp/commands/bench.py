@@ -59,7 +59,7 @@ def bench(comm: Communicator, arguments: argparse.Namespace) -> int:
         _progress(comm, len(shapes) * arguments.repeat) as (say, advance),
         kind.opened(comm, dtype) as measurement,
     ):
-        say(_title(comm, measurement.link_rate))
+        say(_title(comm, measurement.link_rate, measurement.network_rate))
         for m, k, n in shapes:
             measured = [advance(measurement.measure(m, k, n)) for _ in range(arguments.repeat)]
             try:
@@ -115,10 +115,14 @@ def _progress(comm: Communicator, total: int) -> Iterator[tuple[Callable, Callab
         yield (lambda text: bar.write(text)), advance
 
 
-def _title(comm: Communicator, link_rate: float) -> str:
+def _title(comm: Communicator, link_rate: float, network_rate: float) -> str:
     ranks = "rank" if comm.size == 1 else "ranks"
-    link = f", {link_rate / 1e9:.1f} GB/s into each" if comm.size > 1 else ""
+    link = f", {link_rate / 1e9:.1f} GB/s into each" if min(comm.topology.sizes) > 1 else ""
+    network = ""
+    if comm.network:
+        cards = len(comm.network.cards)
+        network = f", {network_rate / cards / 1e9:.2f} GB/s out of each network card"
     return (
-        f"mkernel_cp {__version__}, {comm.size} {ranks} on {comm.device}{link}: "
+        f"mkernel_cp {__version__}, {comm.size} {ranks} on {comm.device}{link}{network}: "
         f"{_TARGETS[comm.target]}"
     )

@@ -343,7 +343,7 @@ def _measure(
     a, b = (comm.machine.asarray(x, None) for x in (a, b))
     with kind(a, b, comm=comm, dtype=expected.dtype, **asked) as step:
         plan = step.plan
-        planned = plan.bytes_from_peers + (plan.bytes_to_network if comm.network else 0)
+        planned = plan.bytes_from_peers + (plan.bytes_to_network if _counts(comm) else 0)
         return _time(comm, expected, lambda out: step(a, b, out=out), planned)
 
 
@@ -374,7 +374,12 @@ def _time(
 
 def _moved(comm: Communicator) -> int:
     """Return the bytes that kernels have brought here, and that network cards have sent."""
-    return comm.bytes_from_peers + (comm.network.counters()[0] if comm.network else 0)
+    return comm.bytes_from_peers + (comm.network.counters()[0] if _counts(comm) else 0)
+
+
+def _counts(comm: Communicator) -> bool:
+    """Return whether there are network cards between nodes that count."""
+    return comm.network is not None and comm.network.software
 
 
 @dataclass(frozen=True)
@@ -473,9 +478,10 @@ def _note(comm: Communicator) -> str:
     shared = "; ranks share GPUs" if comm.machine.shared else ""
     network = ""
     if comm.network:
+        soft = "network cards made of software, whose bytes are counted too"
         network = (
             f"; nodes of {list(comm.topology.sizes)} ranks meet over {comm.network.transport} on "
-            "network cards made of software, whose bytes are counted too"
+            + (soft if _counts(comm) else ", ".join(comm.network.cards))
         )
     return _TARGETS[comm.target] + shared + network
 

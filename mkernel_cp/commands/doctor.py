@@ -1,5 +1,6 @@
 """`doctor`: what this machine has and lacks, and the command that mends it."""
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -11,19 +12,23 @@ import sys
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import __version__, compiler, settings
-from ..errors import ConfigurationError
+from ..construction import host_of
+from ..errors import ConfigurationError, Error
 from ..targets import cuda
+from ..transport import check, devices
+from ..transport.network import Network
 from .job import launched_rank, speaks
 
 _PACKAGES = ("numpy", "ml_dtypes", "mpi4py")
 _PROGRAM = "#include <atomic>\n#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 _RANKS = 4
+_GIDS = 3  # of a port, that are told
 
 
 class Finding(NamedTuple):
@@ -36,30 +41,40 @@ class Finding(NamedTuple):
 
 
 def doctor() -> int:
-    """Print all findings; return 1 if something that is needed is missing."""
-    if not speaks():
-        return 0
-    print(f"mkernel_cp {__version__} in {Path(compiler.__file__).parent}")
+    """Print all findings; return 1 if something that is needed is missing.
+
+    On several ranks, they also look whether they reach each other over the network.
+    """
     missing = 0
-    for check in (
-        _python,
-        _packages,
-        _mpi,
-        _target,
-        _compiler,
-        _cache,
-        _shared_memory,
-        _system_calls,
-        _network,
-        _environment,
-    ):
-        for finding in check():
-            missing += finding.state == "MISSING"
-            print(f"{finding.state:8}{finding.what:20}{finding.text}", flush=True)
-            if finding.mend:
-                print(f"{'':8}{'':20}-> {finding.mend}", flush=True)
-    print(f"{missing} thing(s) missing" if missing else "all that is needed is here")
+    if speaks():
+        print(f"mkernel_cp {__version__} in {Path(compiler.__file__).parent}")
+        for look in (
+            _python,
+            _packages,
+            _mpi,
+            _target,
+            _compiler,
+            _cache,
+            _shared_memory,
+            _system_calls,
+            _network,
+            _environment,
+        ):
+            missing += sum(map(_tell, look()))
+    if launched_rank() is not None:
+        found = [finding for world in _worlds() for finding in _pairs(world)]
+        missing += sum(map(_tell, found)) if speaks() else 0
+    if speaks():
+        print(f"{missing} thing(s) missing" if missing else "all that is needed is here")
     return int(bool(missing))
+
+
+def _tell(finding: Finding) -> bool:
+    """Print a finding; return whether something is missing."""
+    print(f"{finding.state:8}{finding.what:20}{finding.text}", flush=True)
+    if finding.mend:
+        print(f"{'':8}{'':20}-> {finding.mend}", flush=True)
+    return finding.state == "MISSING"
 
 
 def _python() -> Iterator[Finding]:
@@ -227,31 +242,92 @@ def _try_pidfd() -> None:
 
 
 def _network() -> Iterator[Finding]:
-    """Real network cards are listed; what is used between nodes so far is made of software."""
+    """What can lie between nodes: libraries, ports of network cards, and who is near to which."""
     for library, package in (("libibverbs.so.1", "libibverbs1"), ("libefa.so.1", "libefa")):
         try:
             ctypes.CDLL(library)
             yield Finding("ok", library, "loads")
         except OSError:
             yield Finding("ok", library, f"not here ({package}); within a node nothing needs it")
-    cards = sorted(Path("/sys/class/infiniband").glob("*"))
-    for card in cards:
-        port = card / "ports" / "1"
-        facts = [_line_of(port / name) for name in ("link_layer", "state", "rate")]
-        gids = sum(set(_line_of(gid)) - set("0:") != set() for gid in (port / "gids").glob("*"))
-        numa = _line_of(card / "device" / "numa_node")
-        yield Finding(
-            "ok", f"card {card.name}", f"{', '.join(facts)}, {gids} GIDs, NUMA node {numa}"
-        )
-    soft = "between virtual nodes (MKERNEL_NODES) they are made of software"
-    yield Finding("ok", "network cards", f"{len(cards)} in this machine; {soft}")
+    ports = devices.ports()
+    for port in ports:
+        state = "active" if port.active else "down"
+        more = f" and {len(port.gids) - _GIDS} more" if len(port.gids) > _GIDS else ""
+        gids = ", ".join(port.gids[:_GIDS]) or "none"
+        text = f"{port.kind}, {state}, {port.gbits:g} Gb/s, NUMA node {port.place.numa_node}"
+        yield Finding("ok", f"port {port.name}", f"{text}, GIDs: {gids}{more}")
+    if not ports:
+        soft = "between virtual nodes (MKERNEL_NODES) they are made of software"
+        yield Finding("ok", "network cards", f"none in this machine; {soft}")
+        return
+    gpus: list[cuda.PciGpu] = []
+    if cuda.has_gpu():
+        with contextlib.suppress(ConfigurationError):  # told with the target
+            gpus = cuda.on_pci()
+    for transport in ("verbs", "efa"):
+        fitting = [port for port in ports if (port.kind == devices.EFA) == (transport == "efa")]
+        places = [devices.of_pci(gpu.address) for gpu in gpus] or [devices.of_process()]
+        for i, cards in enumerate(devices.choose(fitting, places)):
+            if cards and not gpus:
+                yield Finding("ok", f"{transport} here", ", ".join(cards))
+            elif cards:
+                yield _gpu_and_cards(gpus[i], transport, cards)
 
 
-def _line_of(file: Path) -> str:
+def _worlds() -> list[Any]:
+    """Return the world of several ranks, if there is one; what MPI lacks is told elsewhere."""
     try:
-        return file.read_text(errors="replace").strip()
-    except OSError:
-        return "unknown"
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return []
+    return [MPI.COMM_WORLD] if MPI.COMM_WORLD.Get_size() > 1 else []
+
+
+def _pairs(world: Any) -> Iterator[Finding]:
+    """Have every rank write to every other one."""
+    several = len(set(world.allgather(host_of(world)))) > 1
+    bad = "MISSING" if several else "warning"
+    try:
+        outcomes = check.every_pair(world)
+    except Error as error:
+        yield Finding(bad, "pairs of ranks", str(error))
+        return
+    used = sorted({(outcome.transport, outcome.cards) for outcome in outcomes})
+    over = "; ".join(f"{transport} on {', '.join(cards)}" for transport, cards in used)
+    software = ", made of software," if outcomes[0].software else ""
+    for rank, outcome in enumerate(outcomes):
+        for what, peers in (("nothing", outcome.silent), ("wrong data", outcome.wrong)):
+            if peers:
+                text = f"over {over}{software} rank {rank} gets {what} from {peers}"
+                mend = outcome.problem or "see that switches and firewalls let these hosts meet"
+                yield Finding(bad, "pairs of ranks", text, mend)
+    if not any(outcome.silent or outcome.wrong for outcome in outcomes):
+        text = f"each of {len(outcomes)} has written to each other one over {over}{software} and"
+        yield Finding("ok", "pairs of ranks", f"{text} all of it came")
+
+
+def _gpu_and_cards(gpu: cuda.PciGpu, transport: str, cards: Sequence[str]) -> Finding:
+    """Have the nearest cards register memory of a GPU, and tell how that went."""
+    what, text = f"{transport}, GPU {gpu.index}", ", ".join(cards)
+    try:
+        with contextlib.closing(
+            Network(0, 1, (), (0,), transport=transport, cards=cards, software=False)
+        ) as network:
+            found = cuda.with_memory(
+                gpu.index, lambda *m: network.register_gpu(0, *m, lambda: cuda.export_dmabuf(*m))
+            )
+    except Error as error:
+        return Finding("warning", what, f"{text}: {error}")
+    facts = f"{text}: {found.path}; what they write is ordered for {gpu.ordering}"
+    if found.path != "staged":
+        return Finding("ok", what, facts)
+    bar = devices.bar_bytes(gpu.address)
+    module = "loaded" if devices.has_module("nvidia_peermem") else "not loaded"
+    why = f"{found.refusals}; nvidia_peermem is {module}; BAR1 has {bar >> 20} MiB"
+    mend = (
+        "modprobe nvidia_peermem, or a driver and kernel (5.12) with dma-buf; ulimit -l unlimited"
+    )
+    return Finding("warning", what, f"{facts} ({why})", mend)
 
 
 def _environment() -> Iterator[Finding]:

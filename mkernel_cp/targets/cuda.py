@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ _CLOCK_TRIPS = 8
 _TELL_SECONDS = 30.0  # after which a wait says whom it is for
 _UNCHANGED = contextlib.nullcontext()
 _CLOSED_AND_UNMAPPED = 2
+_ORDERINGS = {0: "nobody: a read is needed", 100: "this GPU", 200: "all GPUs"}
 
 
 def has_gpu() -> bool:
@@ -757,6 +758,56 @@ def describe() -> list[str]:
         runtime.getDeviceProperties(index)["name"].decode()
         for index in range(runtime.getDeviceCount())
     ]
+
+
+class PciGpu(NamedTuple):
+    """A GPU as network cards meet it.
+
+    Attributes
+    ----------
+    index : int
+        As CUDA counts.
+    address : str
+        On the PCI bus.
+    ordering : str
+        For whom what a network card has written becomes visible in order.
+    """
+
+    index: int
+    address: str
+    ordering: str
+
+
+def on_pci() -> list[PciGpu]:
+    """Return the GPUs that this process sees; ConfigurationError if it cannot."""
+    cupy, driver = _libraries()
+    runtime, gpus = cupy.cuda.runtime, []
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+    for index in range(runtime.getDeviceCount()):
+        (ordering,) = _check(driver, driver.cuDeviceGetAttribute(attribute, index))
+        gpus.append(PciGpu(index, runtime.deviceGetPCIBusId(index), _ORDERINGS[ordering]))
+    return gpus
+
+
+def with_memory(index: int, work: Callable[[int, int], Any]) -> Any:
+    """Return ``work(address, nbytes)`` for some memory of a GPU, which becomes the current one."""
+    runtime = _libraries()[0].cuda.runtime
+    runtime.setDevice(index)
+    try:
+        address = runtime.malloc(_GRAIN)
+    except runtime.CUDARuntimeError as error:
+        raise errors.OutOfMemoryError(f"GPU {index} gives no memory: {error}") from None
+    try:
+        return work(address, _GRAIN)
+    finally:
+        runtime.free(address)
+
+
+def export_dmabuf(address: int, nbytes: int) -> int:
+    """Return a file that stands for memory of a GPU; Error if the driver gives none."""
+    driver = _libraries()[1]
+    kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    return int(*_check(driver, driver.cuMemGetHandleForAddressRange(address, nbytes, kind, 0)))
 
 
 def driver_series() -> int:

@@ -16,6 +16,7 @@ from .. import kernel, plan
 from ..host_kernel import HostKernel
 from ..host_pages import HostPage, SignalPage
 from ..memory import Segment, available_memory
+from ..transport import devices
 
 _UNCHANGED = contextlib.nullcontext()
 _u64 = ctypes.POINTER(ctypes.c_uint64)
@@ -88,6 +89,10 @@ class HostTarget:
         """Return what the kernels' clock and the host's monotonic one show now, in nanoseconds."""
         now = time.monotonic_ns()
         return now, now
+
+    def place(self) -> devices.Place:
+        """Return where the network cards of this rank should be near."""
+        return devices.of_process()
 
     # --- arrays -----------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ The work is done by native/network.cpp; here it is set up, with bytes that the r
 """
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,9 +17,21 @@ from .queue import CommandQueue, lines
 _TEXT_BYTES = 1024
 # Of letters, the first words of a call; segments have lower numbers.
 LETTERS = 0xFFFF
+LIBRARIES = "libibverbs.so.1", "libefa.so.1"
 # Chunks that may come in one call.
 MOST_CHUNKS = 1 << 20
-_QUEUE_PAIRS = 2  # to each peer, on each card
+# To each peer, on each card: an immediate waits until the data before it are there, and meanwhile
+# the other one goes on.
+_QUEUE_PAIRS = 2
+
+
+def loads() -> bool:
+    """Return whether this machine has the library that drives real cards."""
+    try:
+        ctypes.CDLL(LIBRARIES[0])
+    except OSError:
+        return False
+    return True
 
 
 def check_chunks(count: int, what: str, remedy: str) -> None:
@@ -37,6 +50,25 @@ class _Shared(ctypes.Structure):
         (name, ctypes.c_uint64)
         for name in ("queue", "rank", "size", "arrived", "arrivals", "letters", "pages")
     )
+
+
+class GpuMemory(NamedTuple):
+    """How network cards reach memory of a GPU.
+
+    Attributes
+    ----------
+    path : {'dma-buf', 'peermem', 'staged'}
+        By a file that the GPU's driver gives out; by an address that the card's driver asks that
+        of the GPU about (nvidia_peermem); not at all, so that data go through host memory.
+    place : tuple or None
+        What the peers must know.
+    refusals : str
+        Why it is none of the ways before.
+    """
+
+    path: str
+    place: tuple[int, list[int]] | None
+    refusals: str
 
 
 class Network:
@@ -84,9 +116,9 @@ class Network:
         self._native = compiler.host_library(compiler.native_dir() / "network.cpp")
         self._native.network_address_bytes.restype = ctypes.c_uint64
         self._native.network_context.restype = ctypes.c_void_p
-        self.links, self.cards, self._software = tuple(links), tuple(cards), software
+        self.links, self.cards, self.software = tuple(links), tuple(cards), software
         self.transport = transport
-        paths = (soft.path(),) * 2 if software else ("libibverbs.so.1", "libefa.so.1")
+        paths = (soft.path(),) * 2 if software else LIBRARIES
         self._handle = ctypes.c_void_p()
         self._call(
             errors.ConfigurationError,
@@ -137,15 +169,43 @@ class Network:
                 errors.NetworkError, self._native.network_connect, self._handle, _u64(peer), address
             )
 
-    def register(self, number: int, address: int, nbytes: int) -> tuple[int, list[int]]:
-        """Let the cards read memory here, and peers write it; return what the peers must know."""
+    def register(
+        self, number: int, address: int, nbytes: int, dmabuf: int = -1
+    ) -> tuple[int, list[int]]:
+        """Let the cards read memory here, and peers write it; return what the peers must know.
+
+        `dmabuf` is a file that stands for memory of a GPU.
+        """
         keys = (ctypes.c_uint64 * len(self.cards))()
         self._call(
             errors.NetworkError,
             self._native.network_register,
-            *(self._handle, _u64(number), ctypes.c_void_p(address), _u64(nbytes), keys),
+            *(self._handle, _u64(number), ctypes.c_void_p(address), _u64(nbytes)),
+            *(ctypes.c_int(dmabuf), keys),
         )
         return address, list(keys)
+
+    def register_gpu(
+        self, number: int, address: int, nbytes: int, export: Callable[[], int]
+    ) -> GpuMemory:
+        """Do so with memory of a GPU, by the first way that the driver and all cards allow.
+
+        `export` returns a dma-buf of the memory, as a file that is closed here.
+        """
+        refusals = []
+        for path in ("dma-buf", "peermem"):
+            dmabuf = -1
+            try:
+                if path == "dma-buf":
+                    dmabuf = export()
+                place = self.register(number, address, nbytes, dmabuf)
+                return GpuMemory(path, place, "; ".join(refusals))
+            except errors.Error as error:
+                refusals.append(f"{path}: {error}")
+            finally:
+                if dmabuf >= 0:
+                    os.close(dmabuf)
+        return GpuMemory("staged", None, "; ".join(refusals))
 
     def register_letters(self) -> tuple[int, list[int]]:
         """Do so with the letters."""
@@ -169,7 +229,7 @@ class Network:
 
     def counters(self) -> tuple[int, int, int, int]:
         """Return what the cards have counted: bytes out and in, messages out and in."""
-        if not self._software:
+        if not self.software:
             raise errors.ConfigurationError("only network cards made of software are counted here")
         contexts = (
             self._native.network_context(self._handle, _u64(card))

@@ -1,12 +1,14 @@
 """The queue in which kernels put what the proxy is to do, in host memory."""
 
 import ctypes
+import time
 
 import numpy as np
 
 from .. import structs
 
 _LINE = 64
+_ENTER, _WRITE = 1, 2  # as Ask in channel.cuh
 
 
 class CommandQueue:
@@ -35,9 +37,40 @@ class CommandQueue:
         self.struct = mk.CommandQueue(self.slots.ctypes.data, capacity, *counts)
         self.address = ctypes.addressof(self.struct)
 
+    def put(self, *words: int) -> None:
+        """Put in a command, its words behind its number, as the only one that does so."""
+        ticket = self.tickets
+        while ticket - self.taken >= len(self.slots):
+            time.sleep(0)
+        self._counts[0, 0] = ticket + 1
+        slot = self.slots[ticket % len(self.slots)]
+        slot[1:] = words
+        slot[0] = ticket + 1
+
+    def enter(self, generation: int, writes: np.ndarray) -> None:
+        """Begin a call in which chunks come here, each in so many writes; keep `writes`."""
+        self.put(_ENTER << 32, 0, generation, writes.ctypes.data, 0, 0, len(writes))
+
+    def write(
+        self,
+        peer: int,
+        place: int,
+        generation: int,
+        source: tuple[int, int],
+        target: tuple[int, int],
+        nbytes: int,
+    ) -> None:
+        """Have bytes written to a peer, whose signal of this place then says that they are there.
+
+        `source` and `target` are a registered region and an offset in it.
+        """
+        begin, end = (region << 48 | offset for region, offset in (source, target))
+        pitches = nbytes << 32 | nbytes
+        self.put(_WRITE << 32 | 1, peer << 32 | place, generation, begin, end, pitches, nbytes)
+
     @property
     def tickets(self) -> int:
-        """How many commands kernels have put in."""
+        """How many commands have been put in."""
         return int(self._counts[0, 0])
 
     @property

@@ -8,8 +8,8 @@ import numpy as np
 
 from .. import errors, settings, structs
 from ..topology import Topology
-from . import soft
-from .network import LETTERS, Network
+from . import devices, soft
+from .network import LETTERS, Network, loads
 
 
 class Nodes:
@@ -21,6 +21,9 @@ class Nodes:
         Of the ``Network`` struct of types.cuh.
     transport : str
         'verbs' or 'efa'.
+    cards : tuple of str
+    software : bool
+        Whether its cards are made of software.
     """
 
     def __init__(self, network: Network, topology: Topology):
@@ -41,15 +44,18 @@ class Nodes:
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
         self.address = ctypes.addressof(self._struct)
+        self.queue, self.arrived, self.cards = network.queue, network.arrived, network.cards
         self.register, self.learn = network.register, network.learn
         self.unregister, self.counters = network.unregister, network.counters
-        self.transport = network.transport
+        self.transport, self.software = network.transport, network.software
         self.close = network.close
 
 
 def connect(
     topology: Topology,
+    hosts: Sequence[int],
     pages: Sequence[int],
+    place: devices.Place,
     transport: str,
     nics: Sequence[str] | None,
     fabric: settings.SoftFabric | None,
@@ -61,35 +67,67 @@ def connect(
     Parameters
     ----------
     topology : Topology
+    hosts : sequence of int
+        Per rank, a number for its host.
     pages : sequence of int
         Address of every rank's ``HostPage``.
+    place : devices.Place
+        Of this rank's GPU, or of its process.
     transport : {'auto', 'verbs', 'efa'}
     nics : sequence of str or None
-        Names of network cards; None for the first of the software network.
+        Names of network cards; None for those that are nearest.
     fabric : settings.SoftFabric or None
-        What the software network is to do.
+        What the software network is to do; None for real cards, if there are any or some are named.
     together : callable
         Runs a step; what fails on one rank is raised on all.
     allgather : callable
     """
-    transport = "verbs" if transport == "auto" else transport
-    cards = tuple(nics or (soft.EFA_CARDS if transport == "efa" else soft.VERBS_CARDS)[:1])
+    ports = devices.ports()
+    # On one host, cards that nobody named are used if they can be.
+    wanted = nics is not None or (loads() and devices.may_open() and _fitting(ports, transport))
+    facts = allgather((ports, place, soft.reach(), bool(wanted)))
+    real = len(set(hosts)) > 1 or any(wanted for *_, wanted in facts)
+    software = fabric is not None or not real
+    if software and len({reach for _, _, reach, _ in facts}) > 1:
+        raise errors.ConfigurationError(
+            "MKERNEL_FABRIC=soft: network cards made of software reach the processes of one host "
+            "only, and these ranks are on several: unset it"
+        )
+    if transport == "auto":
+        kinds = {port.kind for ports, *_ in facts for port in ports}
+        transport = "efa" if devices.EFA in kinds and not software else "verbs"
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[topology.rank]]
+    places = [facts[rank][1] for rank in here]
+
+    def cards() -> Sequence[str]:
+        if nics is not None:
+            return nics
+        if software:
+            return (soft.EFA_CARDS if transport == "efa" else soft.VERBS_CARDS)[:1]
+        return _nearest(ports, places, transport)[here.index(topology.rank)]
+
+    chosen = together(cards)
+    # What was chosen here is cut to what all have; what was asked for is not.
+    given = allgather((len(chosen), nics is None))
+    least = min(count for count, _ in given)
+    counts = [least if automatic else count for count, automatic in given]
+    chosen = chosen[: counts[topology.rank]]
+    if len(set(counts)) > 1:
+        raise errors.ConfigurationError(
+            f"the ranks use different numbers of network cards, {counts}: give each as many in "
+            "nics= or MKERNEL_NICS"
+        )
     opened: list[Network] = []
 
     def start() -> None:
-        soft.configure(fabric or settings.SoftFabric())
+        if software:
+            soft.configure(fabric or settings.SoftFabric())
         where = topology.rank, topology.size, topology.links, pages
-        opened.append(Network(*where, transport=transport, cards=cards, software=True))
+        opened.append(Network(*where, transport=transport, cards=chosen, software=software))
 
     try:
         together(start)
         network = opened[0]
-        counts = allgather(len(cards))
-        if len(set(counts)) > 1:
-            raise errors.ConfigurationError(
-                f"the ranks use different numbers of network cards, {counts}: give each as many in "
-                "nics= or MKERNEL_NICS"
-            )
         addresses = allgather(together(network.addresses))
         theirs = {peer: addresses[peer][topology.rank] for peer in topology.links}
         together(lambda: network.connect(theirs))
@@ -100,3 +138,25 @@ def connect(
         for network in opened:
             network.close()
         raise
+
+
+def _fitting(ports: Sequence[devices.Port], transport: str) -> list[devices.Port]:
+    """Return the active ports that a transport can use."""
+    kinds = {"auto": (True, False), "efa": (True,), "verbs": (False,)}[transport]
+    return [port for port in ports if port.active and (port.kind == devices.EFA) in kinds]
+
+
+def _nearest(
+    ports: Sequence[devices.Port], places: Sequence[devices.Place], transport: str
+) -> list[tuple[str, ...]]:
+    """Return the cards of each rank of this host; ConfigurationError if there are none."""
+    chosen = devices.choose(_fitting(ports, transport), places)
+    if not all(chosen):
+        there = [f"{port.name} ({port.kind}{'' if port.active else ', down'})" for port in ports]
+        raise errors.ConfigurationError(
+            f"nodes on different hosts need a network card for {transport} with an active port, "
+            f"and this host has none (ports: {', '.join(there) or 'none'}): `mkernel-cp doctor` "
+            "shows them; in a container, pass /dev/infiniband and /sys/class/infiniband on; else "
+            "run all ranks on one host"
+        )
+    return chosen

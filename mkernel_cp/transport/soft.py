@@ -1,6 +1,8 @@
 """The network card made of software: a libibverbs and libefa of our own, compiled at first use."""
 
 import ctypes
+import os
+from pathlib import Path
 
 from .. import compiler, settings
 from ..errors import ConfigurationError
@@ -14,6 +16,12 @@ def path() -> str:
     return str(compiler.host_library_path(compiler.native_dir() / "soft.cpp"))
 
 
+def reach() -> tuple[str, int]:
+    """Return what processes have alike whose cards of software reach each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return boot.strip(), os.stat("/proc/self/ns/net").st_ino  # which is as far as sockets reach
+
+
 def configure(fabric: settings.SoftFabric) -> None:
     """Set what the cards of this process are to do; counts of messages begin anew."""
     library = compiler.host_library(compiler.native_dir() / "soft.cpp")
@@ -21,8 +29,10 @@ def configure(fabric: settings.SoftFabric) -> None:
     fault = fabric.fault.encode() if fabric.fault else None
     if library.soft_configure(rate, ctypes.c_uint64(fabric.seed & (2**64 - 1)), fault):
         raise ConfigurationError(
-            f"fault={fabric.fault}: not allowed; use down@N, error@N or drop@N, where N counts the "
-            "messages of a process from 1 on, or refuse (memory cannot be registered)"
+            f"fault={fabric.fault}: not allowed; use down@N (the link), error@N (a completion), "
+            "drop@N (a message) or dies@N (the card), where N counts the messages of a process "
+            "from 1 on, or refuse (registrations), memlock (heed ulimit -l), absent (cards) or "
+            "denied (their use)"
         )
 
 

@@ -1,4 +1,5 @@
-"""Ranks to which something happens. Arguments: what, folder for what each survivor has to say.
+"""Ranks to which something happens. Arguments: what, folder for what each survivor has to say, and
+how many ranks each of several hosts is to have, if any.
 
 Each rank writes what it raised to a file of its own, and then lets its process end by itself;
 witness.py notes how it did.
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
+from pretended import pretended_hosts
 
 import mkernel_cp as mk
 
@@ -128,9 +130,10 @@ def forked(comm):
     comm.close()
 
 
-def main(what, folder):
+def main(what, folder, *hosts):
     faulthandler.dump_traceback_later(20, exit=True)
-    comm = mk.Communicator(entry_timeout=2.0, progress_timeout=2.0, oversubscribe=True)
+    world = pretended_hosts(MPI.COMM_WORLD, [int(ranks) for ranks in hosts])
+    comm = mk.Communicator(world, entry_timeout=2.0, progress_timeout=2.0, oversubscribe=True)
     began = time.monotonic()
     try:
         globals()[what](comm)

@@ -43,6 +43,7 @@ struct Library {
         find(library, dealloc_pd, "ibv_dealloc_pd");
         find(library, reg_mr, "ibv_reg_mr_iova2");
         find(library, dereg_mr, "ibv_dereg_mr");
+        reg_dmabuf_mr = reinterpret_cast<decltype(reg_dmabuf_mr)>(dlsym(library, "ibv_reg_dmabuf_mr"));  // newer than the rest
         find(library, create_cq, "ibv_create_cq");
         find(library, destroy_cq, "ibv_destroy_cq");
         find(library, create_qp, "ibv_create_qp");
@@ -69,6 +70,7 @@ struct Library {
     ibv_pd* (*alloc_pd)(ibv_context*);
     int (*dealloc_pd)(ibv_pd*);
     ibv_mr* (*reg_mr)(ibv_pd*, void*, size_t, uint64_t, unsigned);
+    ibv_mr* (*reg_dmabuf_mr)(ibv_pd*, uint64_t offset, size_t, uint64_t iova, int fd, int access);
     int (*dereg_mr)(ibv_mr*);
     ibv_cq* (*create_cq)(ibv_context*, int, void*, ibv_comp_channel*, int);
     int (*destroy_cq)(ibv_cq*);
@@ -85,7 +87,9 @@ struct Library {
 private:
     static void* open(const char* path) {
         void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);  // never closed: its threads and callbacks may outlive us
-        if (!library) throw std::runtime_error(dlerror());
+        if (!library)
+            throw std::runtime_error(std::string(dlerror()) +
+                                     "; it belongs to rdma-core: apt install ibverbs-providers, or dnf install libibverbs");
         return library;
     }
 
@@ -101,6 +105,7 @@ constexpr unsigned most_queue_pairs = 8;
 // What a peer has to know of a card: plain bytes, the same for all who build this.
 struct CardAddress {
     ibv_gid gid;
+    uint32_t gid_type, link_layer;
     uint32_t lid, mtu, qkey;
     uint32_t numbers[most_queue_pairs], first[most_queue_pairs];  // of queue pairs, and of their messages
 };
@@ -122,12 +127,13 @@ inline uint32_t random_word() {
 class Card {
 public:
     static constexpr uint64_t receive_id = ~uint64_t(0);  // of all receives
-    static constexpr uint8_t port = 1;
 
-    // `links`: peers that it will be connected with.
+    // `name`: perhaps with a colon and the number of a port, else it is the first active one. `links`: peers that it will be
+    // connected with.
     Card(const Library& library, const std::string& name, bool efa, unsigned queue_pairs, unsigned links)
         : name(name), efa(efa), library_(library), queue_pairs_(efa ? 1 : queue_pairs) {
         try {
+            open_device(name.substr(0, name.find(':')));
             open(links);
         } catch (...) {
             close();
@@ -146,7 +152,8 @@ public:
     // Lanes to a peer, made with its first use.
     CardAddress address_for(unsigned peer) {
         CardAddress own{};
-        own.gid = gid_, own.lid = port_.lid, own.mtu = uint32_t(port_.active_mtu), own.qkey = qkey_;
+        own.gid = gid_.gid, own.gid_type = gid_.gid_type, own.link_layer = port_.link_layer;
+        own.lid = port_.lid, own.mtu = uint32_t(port_.active_mtu), own.qkey = qkey_;
         std::vector<Lane>& lanes = lanes_[peer];
         if (lanes.empty())
             for (unsigned i = 0; i < queue_pairs_; ++i) lanes.push_back(efa ? srd_lane() : rc_lane());
@@ -158,13 +165,21 @@ public:
     }
 
     void connect(unsigned peer, const CardAddress& theirs) {
+        if (theirs.link_layer != port_.link_layer || theirs.gid_type != gid_.gid_type)
+            throw std::runtime_error(name + " and the card of rank " + std::to_string(peer) +
+                                     " do not understand each other: they are on different networks, or one of them has no "
+                                     "address for RoCE v2 (here " + kind(port_.link_layer, gid_.gid_type) + ", there " +
+                                     kind(theirs.link_layer, theirs.gid_type) + ")");
         for (unsigned i = 0; i < queue_pairs_; ++i) {
             Lane& lane = lanes_.at(peer)[i];
             ibv_ah_attr to{};
-            to.port_num = port;
-            to.is_global = efa || port_.link_layer == IBV_LINK_LAYER_ETHERNET || port_.lid == 0;
+            to.port_num = port_number_;
+            // Within a subnet of InfiniBand, packets go by the number of the port (LID) alone.
+            constexpr size_t prefix = 8;
+            const bool same_subnet = !memcmp(theirs.gid.raw, gid_.gid.raw, prefix);
+            to.is_global = port_.link_layer != IBV_LINK_LAYER_INFINIBAND || theirs.lid == 0 || !same_subnet;
             to.dlid = uint16_t(theirs.lid);
-            to.grh.dgid = theirs.gid, to.grh.sgid_index = uint8_t(gid_index_), to.grh.hop_limit = 64;
+            to.grh.dgid = theirs.gid, to.grh.sgid_index = uint8_t(gid_.gid_index), to.grh.hop_limit = 64;
             lane.to_qp = theirs.numbers[i], lane.to_qkey = theirs.qkey;
             if (efa) {
                 lane.ah = library_.create_ah(pd_, &to);
@@ -188,22 +203,29 @@ public:
             if (const int problem = context->ops.post_recv(qp, &receive, &bad)) refuse(name + ": ibv_post_recv", problem);
     }
 
-    ibv_mr* enroll(void* address, uint64_t bytes) {
+    // `dmabuf`: a file that stands for the memory, from its beginning; -1: the card's driver knows the address.
+    ibv_mr* enroll(void* address, uint64_t bytes, int dmabuf) {
         // What is written may become visible in any order, which the immediates allow for.
         const unsigned access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
-        ibv_mr* mr = library_.reg_mr(pd_, address, bytes, reinterpret_cast<uint64_t>(address), access);
+        const uint64_t place = reinterpret_cast<uint64_t>(address);
+        const std::string size = " of " + std::to_string(bytes) + " bytes";
+        if (dmabuf >= 0) {
+            if (!library_.reg_dmabuf_mr) throw std::runtime_error("ibv_reg_dmabuf_mr is missing in the library: it is too old");
+            ibv_mr* mr = library_.reg_dmabuf_mr(pd_, 0, bytes, place, dmabuf, int(access));
+            if (!mr) refuse(name + ": ibv_reg_dmabuf_mr" + size, errno);
+            return mr;
+        }
+        ibv_mr* mr = library_.reg_mr(pd_, address, bytes, place, access);
         if (mr) return mr;
         const int reason = errno;
         rlimit limit{};
         getrlimit(RLIMIT_MEMLOCK, &limit);
         const std::string most = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur);
-        refuse(name + ": ibv_reg_mr of " + std::to_string(bytes) + " bytes (limit of locked memory, ulimit -l: " + most +
-                   " bytes)",
-               reason);
+        refuse(name + ": ibv_reg_mr" + size + " (limit of locked memory, ulimit -l: " + most + " bytes)", reason);
     }
 
 private:
-    void open(unsigned links) {
+    void open_device(const std::string& wanted) {
         int count = 0;
         ibv_device** list = library_.get_device_list(&count);
         if (!list) refuse("ibv_get_device_list", errno);
@@ -212,17 +234,32 @@ private:
         for (int i = 0; i < count; ++i) {
             const std::string found = library_.get_device_name(list[i]);
             names += (i ? ", " : "") + found;
-            if (found == name) device = list[i];
+            if (found == wanted) device = list[i];
         }
         if (device) context = library_.open_device(device);
         const int reason = errno;
         library_.free_device_list(list);
-        if (!device) throw std::runtime_error("there is no network card " + name + "; there are: " + (count ? names : "none"));
+        if (!device) throw std::runtime_error("there is no network card " + wanted + "; there are: " + (count ? names : "none"));
         if (!context) refuse(name + ": ibv_open_device (may this user open /dev/infiniband?)", reason);
+    }
+
+    void choose_port(uint8_t ports) {
+        const size_t colon = name.find(':');
+        const int asked = colon == std::string::npos ? 0 : atoi(name.c_str() + colon + 1);
+        if (colon != std::string::npos && (asked < 1 || asked > ports))
+            throw std::runtime_error(name + ": there is no such port; there are 1 to " + std::to_string(ports));
+        for (int i = asked ? asked : 1; i <= (asked ? asked : ports); ++i) {
+            port_number_ = uint8_t(i);
+            if (const int problem = library_.query_port(context, port_number_, &port_)) refuse(name + ": ibv_query_port", problem);
+            if (port_.state == IBV_PORT_ACTIVE) return;
+        }
+        throw std::runtime_error(name + (asked ? ": this port is not" : ": none of its ports is") + " active: is the link up?");
+    }
+
+    void open(unsigned links) {
         ibv_device_attr most{};
         if (const int problem = library_.query_device(context, &most)) refuse(name + ": ibv_query_device", problem);
-        if (const int problem = library_.query_port(context, port, &port_)) refuse(name + ": ibv_query_port", problem);
-        if (port_.state != IBV_PORT_ACTIVE) throw std::runtime_error(name + ": its port is not active");
+        choose_port(most.phys_port_cnt);
         if (efa) {
             efadv_device_attr what{};
             const int problem = library_.efa_query_device(context, &what, sizeof what);
@@ -255,19 +292,27 @@ private:
         if (context) library_.close_device(context);
     }
 
-    // RoCE v2 before v1, IPv4 addresses before others: those are what is routed. InfiniBand and EFA have one kind.
+    // RoCE v2 before v1, and then what is routed before what is not: IPv4, other IPv6, addresses of the link alone.
+    // InfiniBand and EFA have one kind, of which the first is the right one.
     void choose_gid() {
         int best = -1;
         for (uint32_t i = 0; i < uint32_t(std::max(1, port_.gid_tbl_len)); ++i) {
             ibv_gid_entry entry{};
-            if (library_.query_gid_ex(context, port, i, &entry, 0, sizeof entry)) continue;
+            if (library_.query_gid_ex(context, port_number_, i, &entry, 0, sizeof entry)) continue;
+            const uint8_t* raw = entry.gid.raw;
             static const uint8_t none[16] = {}, mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-            if (!memcmp(entry.gid.raw, none, sizeof none)) continue;
-            const bool v2 = entry.gid_type == IBV_GID_TYPE_ROCE_V2;
-            const int worth = efa ? 0 : v2 + (v2 && !memcmp(entry.gid.raw, mapped, sizeof mapped));
-            if (worth > best) best = worth, gid_ = entry.gid, gid_index_ = i;
+            if (!memcmp(raw, none, sizeof none)) continue;
+            const bool link_local = raw[0] == 0xfe && (raw[1] & 0xc0) == 0x80;
+            const int worth = entry.gid_type != IBV_GID_TYPE_ROCE_V2 ? 0 : link_local ? 1 : memcmp(raw, mapped, sizeof mapped) ? 2 : 3;
+            if (worth > best) best = worth, gid_ = entry, gid_.gid_index = i;
         }
         if (best < 0) throw std::runtime_error(name + " has no address (GID)");
+    }
+
+    static std::string kind(uint32_t link_layer, uint32_t gid_type) {
+        if (link_layer == IBV_LINK_LAYER_INFINIBAND) return "InfiniBand";
+        if (link_layer != IBV_LINK_LAYER_ETHERNET) return "EFA";
+        return gid_type == IBV_GID_TYPE_ROCE_V2 ? "RoCE v2" : "RoCE v1";
     }
 
     Lane& by_number_lane(ibv_qp* qp) {
@@ -286,7 +331,7 @@ private:
         if (!qp) refuse(name + ": ibv_create_qp", errno);
         Lane& lane = by_number_lane(qp);
         ibv_qp_attr attr{};
-        attr.qp_state = IBV_QPS_INIT, attr.port_num = port, attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
+        attr.qp_state = IBV_QPS_INIT, attr.port_num = port_number_, attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
         modify(qp, attr, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
         post_receives(qp, receive_depth);
         return lane;
@@ -305,7 +350,7 @@ private:
         ibv_qp* qp = library_.efa_create_qp(context, &wanted, &kind, sizeof kind);
         if (!qp) refuse(name + ": efadv_create_qp_ex", errno);
         ibv_qp_attr attr{};
-        attr.qp_state = IBV_QPS_INIT, attr.port_num = port, attr.qkey = qkey_;
+        attr.qp_state = IBV_QPS_INIT, attr.port_num = port_number_, attr.qkey = qkey_;
         modify(qp, attr, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY, "INIT");
         attr.qp_state = IBV_QPS_RTR;
         modify(qp, attr, 0, "RTR");
@@ -343,8 +388,9 @@ private:
     const unsigned queue_pairs_;
     ibv_pd* pd_ = nullptr;
     ibv_port_attr port_{};
-    ibv_gid gid_{};
-    uint32_t gid_index_ = 0, qkey_ = 0, first_number_ = 0;
+    uint8_t port_number_ = 1;
+    ibv_gid_entry gid_{};
+    uint32_t qkey_ = 0, first_number_ = 0;
     std::unordered_map<unsigned, std::vector<Lane>> lanes_;
     std::unordered_map<uint32_t, Lane> by_number_;
     std::vector<std::unique_ptr<uint32_t>> counts_;

@@ -46,12 +46,12 @@ public:
 
     std::vector<std::unique_ptr<Card>>& cards() { return cards_; }
 
-    void enroll(u64 number, void* address, u64 bytes, u64* keys) {
+    void enroll(u64 number, void* address, u64 bytes, int dmabuf, u64* keys) {
         Region region;
         region.address = reinterpret_cast<u64>(address);
         try {
             for (auto& card : cards_) {
-                region.here.push_back(card->enroll(address, bytes));
+                region.here.push_back(card->enroll(address, bytes, dmabuf));
                 keys[region.here.size() - 1] = region.here.back()->rkey;
             }
         } catch (...) {
@@ -90,6 +90,7 @@ private:
     static constexpr u64 flights = 1024;  // commands whose bytes have not been read yet, at most
     static constexpr int batch = 16;
     static constexpr u64 awake_ns = 2000 * nanoseconds_per_microsecond;
+    static constexpr u64 patience_ns = 200000 * nanoseconds_per_microsecond;
     static constexpr u32 chunk_bits = 28;
 
     struct Flight {
@@ -104,8 +105,9 @@ private:
             try {
                 if (!failed_) busy = post_some();
                 busy = complete_some() || busy;
+                if (flushed_ && now() - flushed_ > patience_ns) fail(flushed_card_, shared_.rank, IBV_WC_WR_FLUSH_ERR, 0);
             } catch (const std::exception& problem) {
-                fail(0, 0, IBV_WC_GENERAL_ERR, 0);
+                fail(working_, shared_.rank, IBV_WC_GENERAL_ERR, 0);
                 fprintf(stderr, "mkernel_cp: rank %llu, network: %s\n", shared_.rank, problem.what());
             }
             if (busy) last = now();
@@ -129,6 +131,7 @@ private:
     struct Order {
         u64 number = 0;  // of the command; 0: none is at work
         u64 peer, chunk, generation, lines, line_bytes, from, to, from_pitch, to_pitch;
+        size_t card_index;
         Card* card;
         Lane* lane;
         u32 local_key, remote_key;
@@ -172,7 +175,7 @@ private:
         const Region& target = theirs_.at(order.peer << 16 | to >> 48);
         order.from = source.address + (from & 0xffffffffffff), order.to = target.address + (to & 0xffffffffffff);
         order.local_key = source.here[index]->lkey, order.remote_key = u32(target.there[index]);
-        order.card = cards_[index].get();
+        order.card_index = index, order.card = cards_[index].get();
         std::vector<Lane>& lanes = order.card->lanes(unsigned(order.peer));
         order.lane = &lanes[order.chunk / cards_.size() % lanes.size()];
         order.posted = 0;
@@ -184,6 +187,7 @@ private:
     // As many lines as may be under way. Whether there were any.
     bool post_lines() {
         Order& order = order_;
+        working_ = order.card_index;
         const u64 immediates = order.card->efa ? 0 : 1;  // requests of their own
         const u64 room = order.card->send_depth - *order.lane->under_way;
         const u64 left = order.lines + immediates - order.posted;
@@ -267,9 +271,10 @@ private:
         bool busy = false;
         for (size_t i = 0; i < cards_.size(); ++i) {
             Card& card = *cards_[i];
+            working_ = i;
             ibv_wc done[batch];
             const int count = card.context->ops.poll_cq(card.cq, batch, done);
-            if (count < 0) fail(i, 0, IBV_WC_GENERAL_ERR, 0);
+            if (count < 0) fail(i, shared_.rank, IBV_WC_GENERAL_ERR, 0);
             for (int j = 0; j < count; ++j) complete(i, card, done[j]);
             busy = busy || count > 0;
         }
@@ -282,9 +287,12 @@ private:
         if (!receive && lane) --*lane->under_way;
         if (failed_) return;
         if (done.status != IBV_WC_SUCCESS) {
-            // Of a queue pair that failed, what it gives back says nothing.
-            if (done.status != IBV_WC_WR_FLUSH_ERR)
-                fail(index, receive ? 0 : flight(done.wr_id).peer, done.status, done.vendor_err);
+            // What a queue pair that failed gives back says nothing; why it failed is told here or by the peer, or, where
+            // the card itself has gone, by nobody.
+            if (done.status == IBV_WC_WR_FLUSH_ERR) {
+                if (!flushed_) flushed_ = now(), flushed_card_ = index;
+            } else
+                fail(index, receive ? shared_.rank : flight(done.wr_id).peer, done.status, done.vendor_err);
         } else if (receive) {
             card.post_receives(lane->qp, 1);
             arrive(index, ntohl(done.imm_data));
@@ -300,16 +308,16 @@ private:
             generation = shared_.letters[bits % 2 * shared_.size + place].generation;
         } else if (place >= 2 * shared_.size) {
             const u64 chunk = place - 2 * shared_.size;
-            if (chunk >= chunks_ || came_[chunk] >= writes_[chunk]) return fail(index, 0, IBV_WC_BAD_RESP_ERR, place);
+            if (chunk >= chunks_ || came_[chunk] >= writes_[chunk]) return fail(index, shared_.rank, IBV_WC_BAD_RESP_ERR, place);
             if (++came_[chunk] < writes_[chunk]) return;
         }
-        if ((generation & 15) != bits || place >= shared_.arrivals) return fail(index, 0, IBV_WC_BAD_RESP_ERR, place);
+        if ((generation & 15) != bits || place >= shared_.arrivals) return fail(index, shared_.rank, IBV_WC_BAD_RESP_ERR, place);
         store_release<Scope::system>(&shared_.arrived[place], generation << 32 | 1);
     }
 
     // --- failure ------------------------------------------------------------------------------------------------------
 
-    // The record first, then the abort words of all ranks.
+    // The record first, then the abort words of all ranks. `peer`: this rank, where it is not known.
     void fail(size_t index, u64 peer, ibv_wc_status status, u64 detail) {
         if (failed_) return;
         failed_ = true;
@@ -342,6 +350,9 @@ private:
     std::thread thread_;
     std::atomic<bool> stop_{false};
     bool failed_ = false;
+    u64 flushed_ = 0;  // when something was given back first
+    size_t flushed_card_ = 0;
+    size_t working_ = 0;  // the card that was used last
     Order order_;
     u64 sent_ = 0;
     Flight flights_[flights]{};
@@ -391,8 +402,9 @@ MK_EXPORT int network_connect(void* network, u64 peer, const CardAddress* addres
 }
 
 // Memory that the cards may read and peers may write; per card, the key for peers.
-MK_EXPORT int network_register(void* network, u64 region, void* address, u64 bytes, u64* keys, char* text, u64 room) {
-    return told(text, room, [&] { of(network).enroll(region, address, bytes, keys); });
+MK_EXPORT int network_register(void* network, u64 region, void* address, u64 bytes, int dmabuf, u64* keys, char* text,
+                               u64 room) {
+    return told(text, room, [&] { of(network).enroll(region, address, bytes, dmabuf, keys); });
 }
 
 MK_EXPORT void network_unregister(void* network, u64 region) { of(network).forget(region); }

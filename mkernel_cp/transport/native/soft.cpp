@@ -1,4 +1,6 @@
 // libibverbs.so.1 and libefa.so.1 on a network card made of software, by the names and the layout that they have.
+#include <sys/resource.h>
+
 #include "soft_nic.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -8,7 +10,8 @@ using namespace soft;
 namespace {
 
 constexpr unsigned cards = 4;  // soft0, soft1: reliable connections; soft_efa0, soft_efa1: SRD
-constexpr int gids = 2;        // RoCE v1, RoCE v2
+constexpr unsigned infiniband = 1;  // the card that is on InfiniBand, not on Ethernet, by the second of two ports
+constexpr int gids = 3;             // RoCE v1, RoCE v2 of the link alone, RoCE v2 that is routed; of InfiniBand one
 constexpr uint32_t most_wr = 4096, most_sge = 4, most_inline = 128, efa_inline = 32;
 constexpr int most_cqe = 1 << 20;
 constexpr uint64_t most_bytes = 1 << 30;
@@ -36,25 +39,32 @@ T* refuse(int reason) {
     return nullptr;
 }
 
+unsigned number_of(const ibv_context* context) { return unsigned(context->device - devices()); }
+unsigned network_of(unsigned card) { return std::min(card, 2u); }  // Ethernet, InfiniBand, EFA
+bool on_infiniband(const ibv_context* context) { return number_of(context) == infiniband; }
+uint8_t ports_of(const ibv_context* context) { return on_infiniband(context) ? 2 : 1; }
+int gids_of(const ibv_context* context) { return on_infiniband(context) ? 1 : gids; }
+
 ibv_gid gid_of(unsigned card, int index) {
     ibv_gid gid{};
     const uint64_t token = nic().links.token();
-    gid.raw[0] = 0xfe, gid.raw[1] = 0x80, gid.raw[6] = uint8_t(card), gid.raw[7] = uint8_t(index);
+    gid.raw[0] = index == 2 ? 0xfd : 0xfe, gid.raw[1] = 0x80, gid.raw[6] = uint8_t(card), gid.raw[7] = uint8_t(index);
     memcpy(gid.raw + 8, &token, sizeof token);
     return gid;
 }
 
 // Where an address leads; null, and errno, if nowhere.
 Link* link_to(const Context& context, const ibv_ah_attr& to) {
-    const unsigned card = unsigned(context.device - devices());
+    const unsigned card = number_of(&context);
     const int index = to.grh.sgid_index;
     const uint8_t* raw = to.grh.dgid.raw;
-    // Cards of one kind are on one network, and the two versions of RoCE do not understand each other.
-    const bool fits = to.is_global && to.port_num == 1 && index < gids && raw[0] == 0xfe && raw[1] == 0x80 &&
-                      raw[7] == index && raw[6] / 2 == card / 2;
-    if (!fits) return refuse<Link>(EINVAL);
-    uint64_t token;
-    memcpy(&token, raw + 8, sizeof token);
+    // The two versions of RoCE do not understand each other.
+    const bool fits = raw[0] >= 0xfd && raw[1] == 0x80 && raw[7] == index && index < gids_of(&context) &&
+                      network_of(raw[6]) == network_of(card);
+    const bool by_number = on_infiniband(&context) && !to.is_global && to.dlid;
+    if (to.port_num != ports_of(&context) || !(by_number || (to.is_global && fits))) return refuse<Link>(EINVAL);
+    uint64_t token = to.dlid;
+    if (!by_number) memcpy(&token, raw + 8, sizeof token);
     Link* link = nic().links.to(token);
     return link ? link : refuse<Link>(EHOSTUNREACH);
 }
@@ -78,6 +88,7 @@ int no_notification(ibv_cq*, int) { return ENOSYS; }
 
 // Takes a request over, or says why not.
 int accept(Qp& qp, SendRequest& send, unsigned flags) {
+    if (nic().dead) return EIO;
     if (qp.qp_base.state != IBV_QPS_RTS) return EINVAL;
     if (qp.send_slots >= qp.cap.max_send_wr) return ENOMEM;
     if (send.from.size() > qp.cap.max_send_sge || send.bytes > most_bytes || !send.link) return EINVAL;
@@ -263,8 +274,8 @@ bool allows(const Step (&steps)[n], ibv_qp_state from, ibv_qp_state to, int mask
     return false;
 }
 
-bool sensible(const ibv_qp_attr& attr, int mask) {
-    return !((mask & IBV_QP_PKEY_INDEX && attr.pkey_index != 0) || (mask & IBV_QP_PORT && attr.port_num != 1) ||
+bool sensible(const ibv_qp_attr& attr, int mask, uint8_t port) {
+    return !((mask & IBV_QP_PKEY_INDEX && attr.pkey_index != 0) || (mask & IBV_QP_PORT && attr.port_num != port) ||
              (mask & IBV_QP_PATH_MTU && (attr.path_mtu < IBV_MTU_256 || attr.path_mtu > IBV_MTU_4096)) ||
              (mask & IBV_QP_TIMEOUT && attr.timeout > 31) || (mask & IBV_QP_RETRY_CNT && attr.retry_cnt > 7) ||
              (mask & IBV_QP_RNR_RETRY && attr.rnr_retry > 7) || (mask & IBV_QP_MIN_RNR_TIMER && attr.min_rnr_timer > 31) ||
@@ -276,13 +287,18 @@ bool sensible(const ibv_qp_attr& attr, int mask) {
 
 // --- for tests and for Python ----------------------------------------------------------------------------------------
 
-// `fault`: down@N, error@N, drop@N (counted in messages of this process) or refuse (registrations); null: none.
+// `fault`: down@N (the link), error@N (a completion), drop@N (a message), dies@N (the card), where N counts the messages of
+// this process; refuse (registrations), memlock (heed the limit of locked memory), absent (cards), denied (their use); null:
+// none.
 EXPORT int soft_configure(double bytes_per_second, uint64_t seed, const char* fault) {
     static const std::pair<const char*, Fault::Kind> kinds[] = {
-        {"down", Fault::down}, {"error", Fault::error}, {"drop", Fault::drop}};
+        {"down", Fault::down}, {"error", Fault::error}, {"drop", Fault::drop}, {"dies", Fault::dies}};
+    static const std::pair<const char*, Fault::Kind> lasting[] = {
+        {"refuse", Fault::refuse}, {"memlock", Fault::memlock}, {"absent", Fault::absent}, {"denied", Fault::denied}};
     Fault wanted;
-    if (fault && !strcmp(fault, "refuse")) wanted.kind = Fault::refuse;
-    else if (fault) {
+    for (const auto& kind : lasting)
+        if (fault && !strcmp(fault, kind.first)) wanted.kind = kind.second;
+    if (fault && wanted.kind == Fault::none) {
         const char* at = strchr(fault, '@');
         char* end = nullptr;
         for (const auto& kind : kinds)
@@ -303,9 +319,11 @@ EXPORT void soft_counters(ibv_context* context, uint64_t* four) {
 // --- devices ---------------------------------------------------------------------------------------------------------
 
 EXPORT ibv_device** ibv_get_device_list(int* count) {
+    Guard lock(nic().mutex);
+    const unsigned present = nic().fault.kind == Fault::absent ? 0 : cards;
     auto** list = static_cast<ibv_device**>(calloc(cards + 1, sizeof(ibv_device*)));
-    for (unsigned i = 0; i < cards; ++i) list[i] = devices() + i;
-    if (count) *count = int(cards);
+    for (unsigned i = 0; i < present; ++i) list[i] = devices() + i;
+    if (count) *count = int(present);
     return list;
 }
 
@@ -314,8 +332,9 @@ EXPORT const char* ibv_get_device_name(ibv_device* device) { return device->name
 EXPORT uint64_t ibv_get_device_guid(ibv_device* device) { return 0x736f6674 + uint64_t(device - devices()); }
 
 EXPORT ibv_context* ibv_open_device(ibv_device* device) {
+    Guard turn(nic().turn);
     Guard lock(nic().mutex);
-    const int problem = nic().start();
+    const int problem = nic().fault.kind == Fault::denied ? EACCES : nic().start();
     if (problem) return refuse<ibv_context>(problem);
     Context* context = new Context();
     context->device = device;
@@ -329,6 +348,7 @@ EXPORT ibv_context* ibv_open_device(ibv_device* device) {
 }
 
 EXPORT int ibv_close_device(ibv_context* context) {
+    Guard turn(nic().turn);
     std::unique_lock<std::mutex> lock(nic().mutex);
     if (static_cast<Context*>(context)->objects) return EBUSY;
     nic().stop(lock);
@@ -344,33 +364,36 @@ EXPORT int ibv_query_device(ibv_context* context, ibv_device_attr* attr) {
     attr->max_mr_size = ~uint64_t(0), attr->page_size_cap = 4096;
     attr->max_qp = 1 << 16, attr->max_qp_wr = most_wr, attr->max_sge = most_sge;
     attr->max_cq = 1 << 16, attr->max_cqe = most_cqe, attr->max_mr = 1 << 20, attr->max_pd = 1 << 16;
-    attr->max_ah = 1 << 20, attr->max_pkeys = 1, attr->phys_port_cnt = 1;
+    attr->max_ah = 1 << 20, attr->max_pkeys = 1, attr->phys_port_cnt = ports_of(context);
     return 0;
 }
 
-EXPORT int ibv_query_port(ibv_context*, uint8_t port, ibv_port_attr* attr) {
-    if (port != 1) return EINVAL;
+EXPORT int ibv_query_port(ibv_context* context, uint8_t port, ibv_port_attr* attr) {
+    if (port < 1 || port > ports_of(context)) return EINVAL;
     // Who calls this by its old name has an old struct, which ends before what is new.
     memset(attr, 0, offsetof(ibv_port_attr, port_cap_flags2));
-    attr->state = IBV_PORT_ACTIVE, attr->max_mtu = attr->active_mtu = IBV_MTU_4096;
-    attr->gid_tbl_len = gids, attr->max_msg_sz = most_bytes, attr->pkey_tbl_len = 1;
+    attr->state = port == ports_of(context) ? IBV_PORT_ACTIVE : IBV_PORT_DOWN;
+    attr->max_mtu = attr->active_mtu = IBV_MTU_4096;
+    attr->gid_tbl_len = gids_of(context), attr->max_msg_sz = most_bytes, attr->pkey_tbl_len = 1;
     attr->active_width = 2, attr->active_speed = 32, attr->phys_state = 5;
-    attr->link_layer = IBV_LINK_LAYER_ETHERNET;
+    attr->link_layer = on_infiniband(context) ? IBV_LINK_LAYER_INFINIBAND : IBV_LINK_LAYER_ETHERNET;
+    if (on_infiniband(context)) attr->lid = uint16_t(nic().links.token());
     return 0;
 }
 
 EXPORT int ibv_query_gid(ibv_context* context, uint8_t port, int index, ibv_gid* gid) {
-    if (port != 1 || index < 0 || index >= gids) return -1;
-    *gid = gid_of(unsigned(context->device - devices()), index);
+    if (port != ports_of(context) || index < 0 || index >= gids_of(context)) return -1;
+    *gid = gid_of(number_of(context), index);
     return 0;
 }
 
 EXPORT int _ibv_query_gid_ex(ibv_context* context, uint32_t port, uint32_t index, ibv_gid_entry* entry, uint32_t,
                              size_t size) {
-    if (port != 1 || size < sizeof *entry) return EINVAL;
-    if (index >= uint32_t(gids)) return ENODATA;
-    const ibv_gid gid = gid_of(unsigned(context->device - devices()), int(index));
-    *entry = {gid, index, port, index == 0 ? uint32_t(IBV_GID_TYPE_ROCE_V1) : uint32_t(IBV_GID_TYPE_ROCE_V2), 0};
+    if (port != ports_of(context) || size < sizeof *entry) return EINVAL;
+    if (index >= uint32_t(gids_of(context))) return ENODATA;
+    const ibv_gid gid = gid_of(number_of(context), int(index));
+    const uint32_t roce = index == 0 ? IBV_GID_TYPE_ROCE_V1 : IBV_GID_TYPE_ROCE_V2;
+    *entry = {gid, index, port, on_infiniband(context) ? uint32_t(IBV_GID_TYPE_IB) : roce, 0};
     return 0;
 }
 
@@ -412,7 +435,11 @@ EXPORT ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* address, size_t length, uint64
     const uint64_t page = uint64_t(sysconf(_SC_PAGESIZE)), first = iova / page * page;
     if (msync(reinterpret_cast<void*>(first), iova + length - first, MS_ASYNC)) return refuse<ibv_mr>(EFAULT);
     Guard lock(nic().mutex);
-    if (nic().fault.kind == Fault::refuse) return refuse<ibv_mr>(ENOMEM);
+    if (nic().fault.kind == Fault::refuse) return refuse<ibv_mr>(EOPNOTSUPP);
+    rlimit most{};
+    getrlimit(RLIMIT_MEMLOCK, &most);
+    if (nic().fault.kind == Fault::memlock && nic().locked + length > most.rlim_cur) return refuse<ibv_mr>(ENOMEM);
+    nic().locked += length;
     Mr* mr = new Mr();
     mr->context = pd->context, mr->pd = pd, mr->addr = address, mr->length = length, mr->access = int(access);
     mr->handle = nic().next_key;
@@ -429,6 +456,7 @@ EXPORT ibv_mr* ibv_reg_dmabuf_mr(ibv_pd*, uint64_t, size_t, uint64_t, int, int) 
 
 EXPORT int ibv_dereg_mr(ibv_mr* mr) {
     Guard lock(nic().mutex);
+    nic().locked -= mr->length;
     nic().by_lkey.erase(mr->lkey);
     nic().by_rkey.erase(mr->rkey);
     delete static_cast<Mr*>(mr);
@@ -489,7 +517,7 @@ EXPORT int ibv_modify_qp(ibv_qp* pair, ibv_qp_attr* attr, int mask) {
         return 0;
     }
     const bool allowed = qp.is_srd ? allows(srd_steps, from, to, rest) : allows(rc_steps, from, to, rest);
-    if (!allowed || !sensible(*attr, mask)) return EINVAL;
+    if (!allowed || !sensible(*attr, mask, ports_of(pair->context))) return EINVAL;
     if (rest & IBV_QP_AV) {
         qp.link = link_to(*static_cast<Context*>(pair->context), attr->ah_attr);
         if (!qp.link) return errno;

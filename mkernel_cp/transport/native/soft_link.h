@@ -140,22 +140,27 @@ private:
 // All links of this process.
 class Links {
 public:
+    // Of this process, on this host: 16 bits, as a number of a port on InfiniBand (LID) has.
     uint64_t token() const { return token_; }
 
     // Returns 0 or an errno.
     int open() {
         if (listener_ >= 0) return 0;
-        if (getentropy(&token_, sizeof token_)) return errno;
         listener_ = ::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
         if (listener_ < 0) return errno;
         sockaddr_un name;
-        const socklen_t length = address(token_, name);
-        if (bind(listener_, reinterpret_cast<sockaddr*>(&name), length) || listen(listener_, 1024)) {
-            const int problem = errno;
-            close();
-            return problem;
+        int problem = EADDRINUSE;
+        for (int i = 0; i < 100 && problem == EADDRINUSE; ++i) {
+            uint16_t token = 0;
+            if (getentropy(&token, sizeof token)) problem = errno;
+            else if (token) {
+                token_ = token;
+                problem = bind(listener_, reinterpret_cast<sockaddr*>(&name), address(token_, name)) ? errno : 0;
+            }
         }
-        return 0;
+        if (!problem && listen(listener_, 1024)) problem = errno;
+        if (problem) close();
+        return problem;
     }
 
     void close() {

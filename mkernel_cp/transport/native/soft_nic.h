@@ -27,7 +27,7 @@ constexpr uint32_t number_mask = 0xffffff;
 
 // What goes wrong, counted in messages that this process has begun to send: 1 is the first.
 struct Fault {
-    enum Kind { none, down, error, drop, refuse } kind = none;
+    enum Kind { none, down, error, drop, dies, refuse, memlock, absent, denied } kind = none;
     uint64_t message = 0;
 };
 
@@ -112,6 +112,7 @@ public:
         return *nic;
     }
 
+    std::mutex turn;   // of who starts or stops it; taken first
     std::mutex mutex;  // of everything below
     Links links;
     std::unordered_map<uint32_t, Qp*> qps;
@@ -120,13 +121,15 @@ public:
     uint64_t seed = 0;
     double bytes_per_ns = 0;
     Fault fault;
+    bool dead = false;  // it takes and gives nothing any more
+    uint64_t locked = 0;  // bytes of memory that is registered
 
     void configure(double bytes_per_second, uint64_t seed_, Fault fault_) {
         bytes_per_ns = bytes_per_second * 1e-9;
         seed = seed_, fault = fault_;
         random_.seed(seed);
         begun_ = 0;
-        down_ = false;
+        down_ = dead = false;
     }
 
     int start() {
@@ -301,6 +304,7 @@ private:
                 return false;
             }
             if (!send.started) begin(context, send);
+            if (died(send)) return true;
             if (broken(qp, send)) return true;
             if (bytes_per_ns > 0) context.free_at = now + uint64_t(bytes / bytes_per_ns);
             if (!lost(send)) {
@@ -326,6 +330,14 @@ private:
         context.counters.bytes_sent += send.bytes;
         if (fault.kind == Fault::down && begun_ >= fault.message) down_ = true;
         send.struck = begun_ == fault.message;
+    }
+
+    // Whether the card goes with this message; what it had to do is given back, and no completion says why.
+    bool died(const SendRequest& send) {
+        if (fault.kind != Fault::dies || !send.struck) return false;
+        dead = true;
+        for (auto& entry : qps) to_error(*entry.second);
+        return true;
     }
 
     // Whether the message is the one that an injected error completion meets.
