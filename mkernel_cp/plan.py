@@ -309,6 +309,8 @@ class HopperTile:
         Pieces of the result that each half of a block's rows keeps while they are stored.
     courier_bytes : int
         Shared memory for what a block brings from peers meanwhile.
+    movers : int
+        Blocks that do nothing else; without any, a warp of each block does.
     """
 
     tile: tuple[int, int, int]
@@ -316,6 +318,7 @@ class HopperTile:
     stages: int
     strips: int
     courier_bytes: int
+    movers: int
 
     engine: ClassVar[str] = "hopper"
 
@@ -380,44 +383,71 @@ def _hopper_bytes(tile: tuple[int, ...], cluster: int, stages: int, strips: int)
     return stages * (rows + columns) * 128 + 2 * strips * 8192 + 1024
 
 
+# Bytes per second that a block brings if it does nothing else, and operations per second of a
+# multiprocessor: as on an H100. In what part of the time of a product its rows are to be there.
+_MOVER_RATE, _PROCESSOR_RATE, _IN_TIME = 20e9, 6e12, 0.8
+_LEAST_MOVERS = 4
+
+
+def _hopper_movers(
+    row_counts: tuple[int, ...], n: int, k: int, options: Options, processors: int
+) -> int:
+    """Return how many blocks are to bring rows; an even number, as clusters want it.
+
+    So many as bring them while the others multiply, but no more than an eighth of all.
+    """
+    rows, itemsize = sum(row_counts), 2
+    if len(row_counts) == 1 or rows * n * k == 0:
+        return 0
+    if options.split is not None:
+        return options.split[0]
+    seconds = 2 * rows * n * k / (processors * _PROCESSOR_RATE)
+    needed = (rows - min(row_counts)) * k * itemsize / (_IN_TIME * seconds) / _MOVER_RATE
+    return min(processors // 8, max(_LEAST_MOVERS, math.ceil(needed)) + 1) // 2 * 2
+
+
 def _hopper_tile(
-    rows: int, columns: int, k: int, cluster: int, ranks: int, shared_bytes: int
+    rows: int, columns: int, k: int, cluster: int, movers: int, beside: bool, shared_bytes: int
 ) -> HopperTile:
-    courier = 16 * 1024 + 512 if ranks > 1 else 0
+    """Return a tile with all the stages that there is room for.
+
+    `beside`: beside the tiles, each block brings what peers have.
+    """
+    courier = 16 * 1024 + 512 if beside else 0
     strips = 1 if courier and (rows // cluster + columns) > 320 else 2
     room = shared_bytes - courier - _hopper_bytes((rows, columns), cluster, 0, strips)
     stages = min(8, room // ((rows // cluster + columns) * 128))
-    return HopperTile((rows, columns, k), cluster, stages, strips, courier)
+    return HopperTile((rows, columns, k), cluster, stages, strips, courier, movers)
 
 
 def hopper_tile(
-    row_counts: tuple[int, ...], n: int, options: Options, gpu: Gpu, k: int, *, halves: bool = False
+    row_counts: tuple[int, ...], n: int, options: Options, gpu: Gpu, k: int, *, gathers: bool
 ) -> HopperTile | None:
     """Choose the tile of engine/hopper.cuh; None if the options ask for one that it cannot take.
 
-    `halves`: the last tiles may be halved.
+    `gathers`: rows of A come from peers, and the last tiles may be halved.
     """
-    ranks = len(row_counts)
-    if options.tile is not None:
-        rows, columns, gate = options.tile
-        found = [t for t in _HOPPER_TILES if (rows, columns) == t[:2] and gate % 64 == 0]
-        return _hopper_tile(*options.tile, found[0][2], ranks, gpu.shared_bytes) if found else None
-
     processors = min(gpu.processors, options.sm_budget or gpu.processors)
+    movers = _hopper_movers(row_counts, n, k, options, processors) if gathers else 0
+    beside = len(row_counts) > 1 and not movers
 
-    def make(candidate: tuple[int, int, int, float]) -> HopperTile:
+    def make(candidate: tuple[int, int, int, float], gate: int = _HOPPER_GATE) -> HopperTile:
         rows, columns, cluster, _ = candidate
-        return _hopper_tile(rows, columns, _HOPPER_GATE, cluster, ranks, gpu.shared_bytes)
+        return _hopper_tile(rows, columns, gate, cluster, movers, beside, gpu.shared_bytes)
 
     def cost(candidate: tuple[int, int, int, float]) -> float:
         rows, columns, cluster, rate = candidate
         tiles = sum(math.ceil(count / rows) for count in row_counts) * math.ceil(n / columns)
-        agents = max(1, processors // cluster)
-        half = halves and _halved(tiles, make(candidate), agents) > 0
+        agents = max(1, (processors - movers) // cluster)
+        half = gathers and _halved(tiles, make(candidate), agents) > 0
         waves = tiles // agents + _HALF_TILE if half else math.ceil(tiles / agents)
         return waves * rows / cluster * columns * (k + _HOPPER_TILE_K) / rate
 
-    return make(min(_HOPPER_TILES, key=cost))
+    if options.tile is None:
+        return make(min(_HOPPER_TILES, key=cost))
+    *shape, gate = options.tile
+    found = [t for t in _HOPPER_TILES if t[:2] == tuple(shape) and gate % 64 == 0]
+    return make(found[0], gate) if found else None
 
 
 def gpu_tile(
@@ -429,21 +459,22 @@ def gpu_tile(
     options: Options,
     gpu: Gpu,
     *,
-    halves: bool = False,
+    gathers: bool = False,
 ) -> PortableTile | HopperTile:
     """Choose the engine of a GPU and its tile."""
     tile = None
     if gpu.arch == "sm_90a" and dtype.itemsize == 2:
-        tile = hopper_tile(row_counts, n, options, gpu, k, halves=halves)
+        tile = hopper_tile(row_counts, n, options, gpu, k, gathers=gathers)
     return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
 
-def gpu_tiles(dtype: np.dtype, gpu: Gpu) -> list[PortableTile | HopperTile]:
+def gpu_tiles(dtype: np.dtype, gpu: Gpu, *, gathers: bool) -> list[PortableTile | HopperTile]:
     """Return the tiles that plans of several ranks choose from, where the caller does not."""
     if gpu.arch == "sm_90a" and dtype.itemsize == 2:
+        movers = _LEAST_MOVERS if gathers else 0
         return [
-            _hopper_tile(rows, columns, _HOPPER_GATE, cluster, 2, gpu.shared_bytes)
-            for rows, columns, cluster, _ in _HOPPER_TILES
+            _hopper_tile(*shape, _HOPPER_GATE, cluster, movers, not movers, gpu.shared_bytes)
+            for *shape, cluster, _ in _HOPPER_TILES
         ]
     return [portable_tile(dtype, Options(), gpu.shared_bytes)]
 
@@ -930,7 +961,7 @@ def plan_allgather_gemm(
     far as there is work for it.
     """
     chunk = chunk_shape(row_counts, k, dtype, options.chunk_bytes)
-    chosen = choose_tile(row_counts, n, k, dtype, out_dtype, options, gpu, halves=True)
+    chosen = choose_tile(row_counts, n, k, dtype, out_dtype, options, gpu, gathers=True)
     tiles = sum(tile_counts(row_counts, n, chosen.tile))
     chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
     ranks = len(row_counts)
@@ -983,15 +1014,15 @@ def choose_tile(
     options: Options,
     gpu: Gpu | None,
     *,
-    halves: bool = False,
+    gathers: bool = False,
 ) -> HostTile | PortableTile | HopperTile:
     """Choose the engine and its tile, for a GPU or for the host target.
 
-    `halves`: the last tiles may be halved.
+    `gathers`: rows of A come from peers, and the last tiles may be halved.
     """
     if gpu is None:
         return host_tile(row_counts, n, k, options)
-    return gpu_tile(row_counts, n, k, dtype, out_dtype, options, gpu, halves=halves)
+    return gpu_tile(row_counts, n, k, dtype, out_dtype, options, gpu, gathers=gathers)
 
 
 def choose_split(
@@ -1006,7 +1037,7 @@ def choose_split(
     movers, compute = (options.split or (None, None))[:2]
     if movers is None:
         if chosen.engine == "hopper":
-            movers = 0  # a warp of each block moves
+            movers = chosen.movers
         else:
             movers = 1 if chosen.engine == "host" else max(1, min(capacity // 2, most_movers))
     movers = 0 if ranks == 1 else movers

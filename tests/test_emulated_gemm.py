@@ -91,9 +91,10 @@ def test_rows_of_all_ranks(on, engine, case):
     gather.test_equals_reference(case)
 
 
-def test_pairs_of_blocks(on):
+@pytest.mark.parametrize("movers", [0, 2])
+def test_pairs_of_blocks(on, movers):
     case = gathered("tiles", (300, 140), 150, (270, 70), "bfloat16")
-    options = mk.Options(tile=(*PAIR[:2], 64))
+    options = mk.Options(tile=(*PAIR[:2], 64), split=(movers, None))
 
     def program(comm):
         for seed in (1, 2):

@@ -449,27 +449,49 @@ def test_a_budget_of_multiprocessors_that_is_too_small_is_named():
     [(512, 7168, 396), (2048, 2048, 512), (1024, 1024, 128), (256, 256, 8), (2112, 2048, 528)],
 )
 def test_the_last_tiles_are_halved_where_most_agents_would_have_none(rows, n, whole):
-    options = mk.Options(tile=(128, 256, 512))
+    options = mk.Options(tile=(128, 256, 512), split=(0, None))
     half = np.dtype(np.float16)
     plan = plans.plan_allgather_gemm(0, (rows,) * 4, n, 8192, half, half, False, options, H100, 132)
     tiles = 4 * -(-rows // 128) * -(-n // 256)
     assert plan.whole_tiles == whole
     assert whole == tiles or (tiles - whole) * 2 <= 132
-    pair = mk.Options(tile=(256, 256, 512))
+    pair = mk.Options(tile=(256, 256, 512), split=(0, None))
     plan = plans.plan_allgather_gemm(0, (512,) * 4, 7168, 8192, half, half, False, pair, H100, 132)
     assert plan.whole_tiles == 8 * 28
 
 
 def test_tiles_that_can_be_halved_are_chosen_for_a_last_wave_that_is_half_empty():
-    shape = (512,) * 4, 7168, mk.Options(), H100, 8192
-    assert plans.hopper_tile(*shape, halves=True).tile[:2] == (128, 256)
-    assert plans.hopper_tile(*shape).tile[:2] == (128, 192)
+    shape = (512,) * 4, 7168, mk.Options(split=(0, None)), H100, 8192
+    assert plans.hopper_tile(*shape, gathers=True).tile[:2] == (128, 256)
+    assert plans.hopper_tile(*shape, gathers=False).tile[:2] == (128, 192)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "movers"),
+    [
+        (4096, 4096, 1024, 16),  # all that may be: it takes longer to bring than to multiply
+        (16384, 16384, 4096, 10),
+        (32768, 32768, 8192, 6),
+        (512, 8192, 7168, 6),  # less would do, if all were there at once
+        (4096, 4096, 0, 0),
+        (4096, 0, 1024, 0),
+        (0, 4096, 1024, 0),
+    ],
+)
+def test_movers_of_hopper_bring_rows_while_others_multiply(m, k, n, movers):
+    def tile(counts, **options):
+        return plans.hopper_tile(counts, n, mk.Options(**options), H100, k, gathers=True)
+
+    assert tile((m // 4,) * 4).movers == movers
+    assert tile((m,)).movers == 0
+    assert tile((m // 4,) * 4, sm_budget=16).movers <= 2
+    assert tile((m // 4,) * 4, sm_budget=7).movers == 0  # a warp of each block moves
 
 
 def test_a_small_budget_of_multiprocessors_gets_other_tiles_of_hopper():
     def tile(budget):
         options = mk.Options(sm_budget=budget)
-        return plans.hopper_tile((64,) * 4, 4096, options, H100, 4096).tile[:2]
+        return plans.hopper_tile((64,) * 4, 4096, options, H100, 4096, gathers=False).tile[:2]
 
     assert tile(None) == tile(1000)
     assert tile(None) != tile(8)

@@ -123,11 +123,14 @@ def test_tiles_of_the_hopper_engine_fit(tile, ranks):
     made = make(mk.Options(tile=(*tile, 128)), gpu=H100, ranks=ranks, rows=1 << 14)
     assert made.engine == "hopper"
     assert made.tile == (*tile, 128)
-    assert made.split == (0, 132)
+    assert sum(made.split) == 132
+    assert (made.split[0] > 0) == (ranks > 1)
     assert made.shared_bytes <= H100.shared_bytes
-    chosen = plan.hopper_tile((4096,) * ranks, 1024, mk.Options(tile=(*tile, 128)), H100, 4096)
-    assert chosen.stages >= 4
-    assert (chosen.courier_bytes > 0) == (ranks > 1)
+    for movers, gathers in itertools.product((0, 8), (False, True)):
+        options = mk.Options(tile=(*tile, 128), split=(movers, None))
+        chosen = plan.hopper_tile((4096,) * ranks, 1024, options, H100, 4096, gathers=gathers)
+        assert chosen.stages >= 4
+        assert (chosen.courier_bytes > 0) == (ranks > 1 and not (gathers and movers))
 
 
 def test_the_hopper_engine_is_for_16_bits_and_its_own_tiles():

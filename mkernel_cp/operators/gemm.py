@@ -187,7 +187,7 @@ class GemmOperator(abc.ABC):
         return plans.choose_tile(
             *(spec.row_counts, spec.n, spec.k, spec.dtype, self._staged_dtype()),
             *(spec.options, gpu),
-            halves=True,
+            gathers=True,
         )
 
     def _staged_dtype(self) -> np.dtype:
