@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mkernel_cp as mk
+from mkernel_cp import mirrors
 from mkernel_cp.communicator import _real_nodes
 from mkernel_cp.host_pages import ANNOUNCED, HostPage, signal
 from mkernel_cp.memory import Segment
@@ -270,6 +271,13 @@ def test_a_silent_host_ends_the_connection():
         return alive, link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
     assert outcomes((1, 1), program) == [(1, 6000)] * 2
+
+
+def test_hosts_that_do_not_reach_each_other_say_so_on_all_ranks(monkeypatch):
+    monkeypatch.setattr(mirrors, "_SETUP_SECONDS", 0.5)
+    monkeypatch.setattr(mirrors, "_addresses", lambda: ["240.0.0.1"])
+    texts = "ranks [2] do not connect to rank 0", "over TCP; is a firewall between them?"
+    all_are(outcomes((2, 1), repr), mk.ConfigurationError, *texts)
 
 
 def test_a_stranger_at_the_door_is_sent_away(monkeypatch):
