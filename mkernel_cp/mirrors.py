@@ -17,8 +17,8 @@ from typing import Any
 from . import errors
 from .host_pages import HostPage
 
-_SETUP_SECONDS = 30.0
-_ATTEMPT_SECONDS = 3.0
+_SETUP_SECONDS = 20.0
+_ATTEMPT_SECONDS = 2.0
 _VANISHED_SECONDS = 6  # without an answer, until a host counts as gone
 _SETTLE_SECONDS = 3.0  # for which a rank that is stopped is waited for
 _HELLO = struct.Struct("=I16s")
@@ -117,10 +117,14 @@ class Mirrors:
         accepting.start()
         deadline = time.monotonic() + _SETUP_SECONDS
         problem = None
+        answered: set[str] = set()  # addresses, which are tried first: hosts have several ranks
         for peer in self._peers:
-            if peer < self._rank:
+            if peer < self._rank and problem is None:
                 token, port, addresses = places[peer]
-                problem = problem or self._reach(peer, token, port, addresses)
+                addresses = sorted(addresses, key=lambda address: address not in answered)
+                problem = self._reach(peer, token, port, addresses)
+                if problem is None:
+                    answered.add(self.sockets[peer].getpeername()[0])
         accepting.join(max(0.0, deadline - time.monotonic()) if problem is None else 0.0)
         if problem is None and not higher <= self.sockets.keys():
             problem = (

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 import mkernel_cp as mk
+from mkernel_cp import mirrors
 from mkernel_cp.communicator import _real_nodes
 from mkernel_cp.host_pages import ANNOUNCED, HostPage, signal
 from mkernel_cp.memory import Segment
 from mkernel_cp.transport import devices, network, soft
 
 A, B = np.ones((4, 6)), np.ones((6, 5))
+DEADLINE = 20  # of a call, in seconds
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +31,14 @@ def outcomes(hosts, program, **options):
 
     def main(mpi):
         try:
-            with mk.Communicator(mpi, entry_timeout=20, **options) as comm:
+            with mk.Communicator(mpi, entry_timeout=DEADLINE, **options) as comm:
                 return program(comm)
         except (mk.Error, ValueError) as error:
             return error
 
     began = time.monotonic()
     results = mk.LocalWorld(sum(hosts), hosts=hosts).run(main)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < DEADLINE  # no failure waits for that
     return results
 
 
@@ -269,6 +271,13 @@ def test_a_silent_host_ends_the_connection():
         return alive, link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
     assert outcomes((1, 1), program) == [(1, 6000)] * 2
+
+
+def test_hosts_that_do_not_reach_each_other_say_so_on_all_ranks(monkeypatch):
+    monkeypatch.setattr(mirrors, "_SETUP_SECONDS", 0.5)
+    monkeypatch.setattr(mirrors, "_addresses", lambda: ["240.0.0.1"])
+    texts = "ranks [2] do not connect to rank 0", "over TCP; is a firewall between them?"
+    all_are(outcomes((2, 1), repr), mk.ConfigurationError, *texts)
 
 
 def test_a_stranger_at_the_door_is_sent_away(monkeypatch):
