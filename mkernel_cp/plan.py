@@ -173,6 +173,7 @@ class HostTile:
 
     engine: ClassVar[str] = "host"
     cluster: ClassVar[int] = 1
+    moves: ClassVar[bool] = False
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return what gemm() carves up."""
@@ -221,6 +222,7 @@ class PortableTile:
 
     engine: ClassVar[str] = "portable"
     cluster: ClassVar[int] = 1
+    moves: ClassVar[bool] = False
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return the shared memory of a thread block: panels, and strips of the result."""
@@ -311,6 +313,7 @@ class HopperTile:
     courier_bytes: int
 
     engine: ClassVar[str] = "hopper"
+    moves: ClassVar[bool] = True  # a warp of each block does
 
     @property
     def halves(self) -> bool:
@@ -908,8 +911,8 @@ def choose_split(
     """Return how many agents move and how many compute so many tiles."""
     movers, compute = options.split or (None, None)
     if movers is None:
-        if chosen.engine == "hopper":
-            movers = 0  # a warp of each block moves
+        if chosen.moves:
+            movers = 0
         else:
             movers = 1 if chosen.engine == "host" else max(1, min(capacity // 2, most_movers))
     movers = 0 if ranks == 1 else movers
@@ -921,10 +924,10 @@ def choose_split(
     split = movers, compute
     if chosen.engine == "host":
         return split
-    if chosen.engine == "portable" and ranks > 1 and not movers:
+    if not chosen.moves and ranks > 1 and not movers:
         raise ValueError(
-            f"Options(split={options.split}): compute agents of the engine portable can do nothing "
-            "beside; use at least one mover"
+            f"Options(split={options.split}): compute agents of the engine {chosen.engine} can do "
+            "nothing beside; use at least one mover"
         )
     if split[0] % chosen.cluster or compute % chosen.cluster:
         raise ValueError(
