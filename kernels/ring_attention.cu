@@ -54,7 +54,7 @@ MK_KERNEL(ring_attention, RingAttentionParams, p) {
                 return run.source == rank || window.wait(who, unit, run, positions, part);
             },
             /* sink   */ StoreHeads<Type>(p.out, p.lse),
-            /* leave  */ [&](Unit unit) { window.leave(unit); });
+            /* leave  */ [&](const Agent& who, Unit unit) { window.leave(who, unit); });
 
     launch.finish();  // peers have read our keys and values: inputs are free, outputs complete
 }

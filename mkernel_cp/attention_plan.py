@@ -6,7 +6,7 @@ Pure Python, as all plans.
 import functools
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,14 +16,16 @@ from .reference import array_split_counts
 
 LAYOUTS = ("contiguous", "zigzag")
 COLUMNS = (64, 128, 256)  # of a head, that engines of GPUs are compiled for: others take the next
+HOPPER_COLUMNS = (64, 96, 128, 256)
 MOST_COLUMNS = COLUMNS[-1]
 MOST_COMPUTE_AGENTS = 1024
 _ALIGNMENT = 256
 _CHUNK_BYTES = 1 << 16
 _WINDOW_BYTES = 1 << 26  # that a window takes unasked, if two units need no more
-# So many blocks of 128 threads fill a link, and so many queries of a head of keys keep a GPU busy
-# for about twice as long as the keys then take; where there are more, fewer movers will do.
-_MOST_MOVERS, _LEAST_MOVERS, _BUSY_QUERIES = 24, 4, 2048
+# So many blocks fill a link, and so many queries of a head of keys keep a GPU busy for about twice
+# as long as the keys then take; where there are more, fewer movers will do. By engine: a mover has
+# half a multiprocessor, or all of it, which then does not compute.
+_MOST_MOVERS, _LEAST_MOVERS, _BUSY_QUERIES = 24, 4, {"host": 2048, "portable": 2048, "hopper": 1024}
 
 
 @dataclass(frozen=True)
@@ -314,6 +316,7 @@ class HostAttentionTile:
 
     engine: ClassVar[str] = "host"
     cluster: ClassVar[int] = 1
+    moves: ClassVar[bool] = False
 
     def shared_bytes(self, dtype: np.dtype) -> int:
         """Return what QueryRows carves up."""
@@ -343,6 +346,7 @@ class PortableAttentionTile:
 
     engine: ClassVar[str] = "portable"
     cluster: ClassVar[int] = 1
+    moves: ClassVar[bool] = False
 
     def shared_bytes(self, dtype: np.dtype) -> int:
         """Return the shared memory of a thread block: queries, panels, and what else there is."""
@@ -356,9 +360,59 @@ class PortableAttentionTile:
         return dict(zip(names, (queries, keys, _padded(columns), self.stages), strict=True))
 
 
-def _padded(columns: int) -> int:
-    """Return how many columns of shared memory those of a head take."""
-    return next(extent for extent in COLUMNS if extent >= columns)
+@dataclass(frozen=True)
+class HopperAttentionTile:
+    """What engine/attention_hopper.cuh is compiled with.
+
+    Attributes
+    ----------
+    tile : tuple of int
+        (queries, keys, columns).
+    stages : int
+        Panels of keys or values in flight.
+    """
+
+    tile: tuple[int, int, int]
+    stages: int
+
+    engine: ClassVar[str] = "hopper"
+    cluster: ClassVar[int] = 1
+    moves: ClassVar[bool] = False
+
+    def shared_bytes(self, dtype: np.dtype) -> int:
+        """Return the shared memory of a thread block: queries, panels, and what else there is."""
+        queries, keys, columns = self.tile
+        line = round_up(_padded(columns, HOPPER_COLUMNS), 64) * dtype.itemsize
+        return (queries + self.stages * keys) * line + 1024
+
+    def defines(self, dtype: np.dtype) -> dict[str, int]:
+        """Return the macros that say so."""
+        queries, keys, columns = self.tile
+        return {
+            "MK_ENGINE_HOPPER": 1,
+            "MK_THREADS": 384,
+            "MK_TILE_ROWS": queries,
+            "MK_TILE_COLUMNS": keys,
+            "MK_TILE_K": _padded(columns, HOPPER_COLUMNS),
+            "MK_STAGES": self.stages,
+        }
+
+
+def _padded(columns: int, extents: tuple[int, ...] = COLUMNS) -> int:
+    """Return how many columns an engine is compiled for that takes those of a head."""
+    return next(extent for extent in extents if extent >= columns)
+
+
+def hopper_attention_tile(columns: int, shared_bytes: int) -> HopperAttentionTile:
+    """Return what engine/attention_hopper.cuh takes: as many panels as there is room for.
+
+    Sums of 256 columns leave a thread registers for the scores of 64 keys, else it has those of
+    128.
+    """
+    queries, keys = 128, 64 if columns > 128 else 128
+    line = round_up(_padded(columns, HOPPER_COLUMNS), 64) * 2
+    stages = (shared_bytes - 1024) // line - queries
+    return HopperAttentionTile((queries, keys, columns), min(8, stages // keys))
 
 
 def portable_attention_tile(
@@ -379,10 +433,26 @@ def portable_attention_tile(
     return next(fits, choices[-1])
 
 
+def attention_tiles(
+    dtype: np.dtype, arch: str, shared_bytes: int
+) -> list[PortableAttentionTile | HopperAttentionTile]:
+    """Return a tile for each kernel that some head makes a GPU take."""
+    tiles: list[Any] = [portable_attention_tile(n, dtype, shared_bytes) for n in COLUMNS]
+    if _has_hopper(dtype, arch):
+        tiles += [hopper_attention_tile(n, shared_bytes) for n in HOPPER_COLUMNS]
+    return tiles
+
+
+def _has_hopper(dtype: np.dtype, arch: str) -> bool:
+    return arch == "sm_90a" and dtype.itemsize == 2
+
+
 def choose_attention_tile(
     rank: int, attention: Attention, options: Options, gpu: Gpu | None
-) -> HostAttentionTile | PortableAttentionTile:
+) -> HostAttentionTile | PortableAttentionTile | HopperAttentionTile:
     """Choose the engine and its tile, for a GPU or for the host target.
+
+    The engine `hopper` reads lines of multiples of 16 bytes.
 
     Raises
     ------
@@ -400,13 +470,17 @@ def choose_attention_tile(
         most = max(attention.seq_counts, default=0)
         queries = min(queries, max(1, attention.seq_counts[rank]))
         return HostAttentionTile((queries, min(keys, max(1, most)), columns))
-    chosen = portable_attention_tile(columns, attention.dtype, gpu.shared_bytes)
-    if options.tile not in (None, chosen.tile):
-        raise ValueError(
-            f"Options(tile={options.tile}): for {attention.dtype.name} and D={columns} a GPU takes "
-            f"{chosen.tile}"
-        )
-    return chosen
+    portable = portable_attention_tile(columns, attention.dtype, gpu.shared_bytes)
+    choices: list[Any] = [portable]
+    if _has_hopper(attention.dtype, gpu.arch) and columns % 8 == 0:
+        choices.insert(0, hopper_attention_tile(columns, gpu.shared_bytes))
+    for chosen in choices:
+        if options.tile in (None, chosen.tile):
+            return chosen
+    raise ValueError(
+        f"Options(tile={options.tile}): for {attention.dtype.name} and D={columns} a GPU takes "
+        f"{' or '.join(str(chosen.tile) for chosen in choices)}"
+    )
 
 
 def plan_ring_attention(
@@ -424,7 +498,8 @@ def plan_ring_attention(
     blocks = sum(math.ceil(run.count / chosen.tile[0]) for run in attention.held_by(rank))
     tiles = blocks * attention.heads * attention.batch
     queries = max(1, attention.seq_counts[rank] * (attention.heads // attention.kv_heads))
-    movers = max(_LEAST_MOVERS, min(_MOST_MOVERS, _MOST_MOVERS * _BUSY_QUERIES // queries))
+    needed = _MOST_MOVERS * _BUSY_QUERIES[chosen.engine] // queries
+    movers = max(_LEAST_MOVERS, min(_MOST_MOVERS, needed))
     movers = max(1, min(movers, 2 * attention.chunks(rank)))
     if attention.ranks > 1 and options.split and options.split[0] == 0:
         raise ValueError(

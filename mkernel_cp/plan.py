@@ -180,6 +180,7 @@ class HostTile:
 
     engine: ClassVar[str] = "host"
     cluster: ClassVar[int] = 1
+    moves: ClassVar[bool] = False
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return what gemm() carves up."""
@@ -228,6 +229,7 @@ class PortableTile:
 
     engine: ClassVar[str] = "portable"
     cluster: ClassVar[int] = 1
+    moves: ClassVar[bool] = False
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return the shared memory of a thread block: panels, and strips of the result."""
@@ -321,6 +323,7 @@ class HopperTile:
     movers: int
 
     engine: ClassVar[str] = "hopper"
+    moves: ClassVar[bool] = True  # a warp of each block does, if nothing else
 
     @property
     def halves(self) -> bool:
@@ -1036,7 +1039,7 @@ def choose_split(
     """Return how many agents move and how many compute so many tiles."""
     movers, compute = (options.split or (None, None))[:2]
     if movers is None:
-        if chosen.engine == "hopper":
+        if chosen.moves:
             movers = chosen.movers
         else:
             movers = 1 if chosen.engine == "host" else max(1, min(capacity // 2, most_movers))
@@ -1049,10 +1052,10 @@ def choose_split(
     split = movers, compute
     if chosen.engine == "host":
         return split
-    if chosen.engine == "portable" and ranks > 1 and not movers:
+    if not chosen.moves and ranks > 1 and not movers:
         raise ValueError(
-            f"Options(split={options.split}): compute agents of the engine portable can do nothing "
-            "beside; use at least one mover"
+            f"Options(split={options.split}): compute agents of the engine {chosen.engine} can do "
+            "nothing beside; use at least one mover"
         )
     if split[0] % chosen.cluster or compute % chosen.cluster:
         raise ValueError(

@@ -45,9 +45,12 @@ def kernels(folder: Path):
         yield
 
 
-def _tensor_map(machine, address, dtype, extents, pitch, box):
-    """Say in 16 words what the driver's encoding of a map says."""
-    words = address, dtype.itemsize, *extents, pitch, *box
+def _tensor_map(machine, address, dtype, extents, pitches, box):
+    """Say in 16 words what the driver's encoding of a map says, of four dimensions."""
+    assert address % 16 == 0
+    assert all(pitch > 0 and pitch % 16 == 0 for pitch in pitches)
+    more = 4 - len(extents)
+    words = address, dtype.itemsize, *extents, *[1] * more, *pitches, *[0] * more, *box, *[1] * more
     return (*words, *[0] * (16 - len(words)))
 
 

@@ -311,7 +311,7 @@ MUTANTS = {
         ATTENTION,
     ),
     "attention: slot freed by one for all": Mutant(
-        H + "attention.cuh", "agent < agents_; ++agent", "agent < 1; ++agent", ATTENTION
+        H + "attention.cuh", "agent < agents_; agent +=", "agent < 1; agent +=", ATTENTION
     ),
     "attention: unit left too early": Mutant(
         H + "attention.cuh", "u64(unit.index) + 1, Comp", "u64(unit.index) + 2, Comp", ATTENTION
@@ -712,6 +712,62 @@ for name, (file, old, new) in {
     ),
 }.items():
     MUTANTS[name] = Mutant(H + "engine/" + file, old, new, EMULATED_GEMM)
+
+HOPPER_ATTENTION = tuple(
+    f"{EMULATED_ATTENTION[0]}::{name}"
+    for name in (
+        "test_any_order_of_threads_and_copies",
+        "test_equals_reference[hopper-causal-1x70+200x2+1x64-bfloat16-causal-contiguous]",
+        "test_equals_reference[hopper-scale-1x70+31x2+2x40-bfloat16-full-contiguous]",
+        "test_units_are_left_when_they_have_been_read",
+    )
+)
+for name, (old, new, *tests) in {
+    "queries overwritten": (
+        "ptx::wait(&shared.ended, tiles.parity ^ 1);\n                shared.unit",
+        "shared.unit",
+    ),
+    "slot loaded too early": ("ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);", ""),
+    "unit left before it is read": ("ptx::wait(&shared.loaded[slot], slot <", "(void)(slot <"),
+    "keys not waited for": (
+        "ptx::wait(&shared.loaded[key.slot], key.parity);\n        if",
+        "if",
+    ),
+    "values not waited for": (
+        "if (adds) ptx::wait(&shared.loaded[value.slot], value.parity);",
+        "",
+    ),
+    "scores not waited for": (
+        "ptx::multiply_wait<1>();\n        ptx::results_are_there(scores);",
+        "",
+    ),
+    "values given back too early": (
+        "ptx::multiply_wait<0>();\n        ptx::results_are_there(kept.sums);\n        if (adds)",
+        "if (adds)",
+    ),
+    "rescale of the values": ("kept.sums[i] *= part[row_of(i)];", "(void)part;"),
+    "rescale of the sum": ("kept.total[which] * part[which], 0}", "kept.total[which], 0}"),
+    "sum of the weights of all lanes": (
+        "total += __shfl_xor_sync(~0u, total, far);",
+        "total += total;",
+    ),
+    "mask": ("i32(column_of(i)) < end ?", "i32(column_of(i)) <= end ?"),
+    "negative scale": ("if (shared.negate) negate(scores);", ""),
+    "masked values": (
+        "if (!any_special(values, order.seen(first_row))) return true;",
+        "return true;",
+        f"{EMULATED_ATTENTION[0]}::test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy",
+    ),
+    "NaN after a failure": (
+        "failed ? not_a_number<T>() : sink",
+        "failed ? T() : sink",
+        f"{EMULATED_ATTENTION[0]}::test_what_does_not_arrive_leaves_nan",
+    ),
+}.items():
+    watchers = tuple(tests) or HOPPER_ATTENTION
+    MUTANTS[f"attention on Hopper: {name}"] = Mutant(
+        H + "engine/attention_hopper.cuh", old, new, watchers
+    )
 
 
 def run(kernels: Path, tests: tuple[str, ...], cache: str) -> subprocess.CompletedProcess[str]:

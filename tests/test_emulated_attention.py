@@ -1,7 +1,7 @@
 """The engine of `ring_attention` for GPUs, and the operator on it, where there is no GPU."""
 
 import contextlib
-import time
+import threading
 
 import emulated
 import numpy as np
@@ -12,7 +12,7 @@ from test_ring_attention import AttentionCase, counts_in
 
 import mkernel_cp as mk
 
-GPU = emulated.GPUS["sm_80"]
+ENGINES = {"portable": "sm_80", "hopper": "sm_90a"}
 SPLIT = mk.Options((1, 2))
 
 
@@ -22,84 +22,159 @@ def compiled(kernels, tmp_path_factory):
         yield
 
 
-@pytest.fixture(autouse=True)
-def on_gpus(monkeypatch):
+@pytest.fixture
+def on(monkeypatch):
+    """Ranks of `worlds.run` get GPUs for an engine."""
     run = worlds.run
-    monkeypatch.setattr(
-        worlds,
-        "run",
-        lambda size, program, **options: run(size, emulated.on_gpu, GPU, 1, program, **options),
-    )
+
+    def use(engine, seed=1):
+        gpu = emulated.GPUS[ENGINES[engine]]
+        monkeypatch.setattr(
+            worlds,
+            "run",
+            lambda size, program, **options: run(
+                size, emulated.on_gpu, gpu, seed, program, **options
+            ),
+        )
+
+    return use
 
 
-CASES = [
-    AttentionCase("causal", (70, 61), (2, 1), 64, "bfloat16", True),
-    AttentionCase("two tiles", (300,), (2, 1), 32, "bfloat16", True),
-    AttentionCase("zigzag", counts_in("zigzag", 150, 2), (2, 1), 24, "float16", True, "zigzag", 2),
-    AttentionCase("full", (7, 5, 9), (2, 2), 5, "float16", scale=-0.7),
-    AttentionCase("causal", (70, 31), (2, 1), 40, "float32", True),
-    AttentionCase("full", (30, 35), (2, 2), 64, "float32"),
-    AttentionCase("causal", (70, 31), (2, 1), 64, "float64", True),
-    AttentionCase("full", (30, 35), (2, 2), 21, "float64"),
-    AttentionCase("nothing", (0, 3), (2, 2), 8, "float16", True),
-    AttentionCase("no batch", (4, 3), (2, 2), 8, "float16", True, batch=0),
-    AttentionCase("wide", (70, 61), (2, 1), 128, "bfloat16", True),
-    AttentionCase("wide", (70, 11), (1, 1), 200, "float64", True),
-]
+CASES = {
+    "portable": [
+        AttentionCase("causal", (70, 61), (2, 1), 64, "bfloat16", True),
+        AttentionCase("two tiles", (300,), (2, 1), 32, "bfloat16", True),
+        AttentionCase(
+            "zigzag", counts_in("zigzag", 150, 2), (2, 1), 24, "float16", True, "zigzag", 2
+        ),
+        AttentionCase("full", (7, 5, 9), (2, 2), 5, "float16", scale=-0.7),
+        AttentionCase("causal", (70, 31), (2, 1), 40, "float32", True),
+        AttentionCase("full", (30, 35), (2, 2), 64, "float32"),
+        AttentionCase("causal", (70, 31), (2, 1), 64, "float64", True),
+        AttentionCase("full", (30, 35), (2, 2), 21, "float64"),
+        AttentionCase("nothing", (0, 3), (2, 2), 8, "float16", True),
+        AttentionCase("no batch", (4, 3), (2, 2), 8, "float16", True, batch=0),
+        AttentionCase("wide", (70, 11), (1, 1), 200, "float64", True),
+    ],
+    "hopper": [
+        AttentionCase("tails", (150, 7, 131), (2, 1), 128, "bfloat16"),
+        AttentionCase("causal", (70, 200), (2, 1), 64, "bfloat16", True),
+        AttentionCase("scale", (70, 31), (2, 2), 40, "bfloat16", scale=-0.7),
+        AttentionCase("zigzag", counts_in("zigzag", 300, 2), (1, 1), 96, "float16", True, "zigzag"),
+        AttentionCase("wide", (90, 140), (2, 1), 256, "float16", True),
+        AttentionCase("nothing", (0, 3), (2, 2), 8, "bfloat16", True),
+        AttentionCase("no batch", (4, 3), (2, 2), 8, "bfloat16", True, batch=0),
+    ],
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_reference(case):
+@pytest.mark.parametrize(
+    ("engine", "case"), [(name, case) for name in CASES for case in CASES[name]], ids=str
+)
+def test_equals_reference(on, engine, case):
     def program(comm):
         shared.assert_right(comm, case, 1, shared.call(comm, case, 1, options=SPLIT))
 
+    on(engine)
     worlds.run(case.world, program)
 
 
-@pytest.mark.parametrize("dtype", shared.DTYPES)
-def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(dtype):
+@pytest.mark.parametrize("seed", range(2))
+def test_any_order_of_threads_and_copies(on, seed):
+    """Many panels and tiles pass through few slots."""
+    case = AttentionCase("long", (300, 140), (1, 1), 128, "bfloat16", batch=2)
+
+    def program(comm):
+        shared.assert_right(comm, case, seed, shared.call(comm, case, seed, options=SPLIT))
+
+    on("hopper", seed=1 + seed)
+    worlds.run(2, program)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [*(("portable", dtype) for dtype in shared.DTYPES), ("hopper", "bfloat16")],
+)
+def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(on, engine, dtype):
+    on(engine)
     shared.test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy("zigzag", dtype)
 
 
-def test_operands_may_have_any_strides():
+def test_operands_may_have_any_strides(on):
+    on("portable")
     shared.test_keys_and_values_in_a_segment_are_read_in_place_and_others_copied()
 
 
-def test_output_may_have_any_strides():
+def test_tensor_copies_take_what_lies_in_lines_of_16_bytes(on):
+    """In a segment, and with heads before positions; other operands are copied."""
+    case = AttentionCase("strides", (40, 30), (2, 2), 8, "bfloat16", True)
+
+    def program(comm):
+        given = [blocks[comm.rank] for blocks in shared.blocks_of(case, 1)]
+        spread = np.zeros((*given[0].shape, 2), given[0].dtype)
+        spread[..., 0] = given[0]
+        k = comm.empty(np.array(given[1].shape)[[0, 2, 1, 3]], given[1].dtype).swapaxes(1, 2)
+        k[...] = given[1]
+        v = np.zeros((1, given[2].shape[1], 2, 9), given[2].dtype)[..., 1:]
+        v[...] = given[2]
+        asked = {"comm": comm, "seq_counts": case.seq_counts, "causal": True, "return_lse": True}
+        results = mk.ring_attention(spread[..., 0], k, v, options=SPLIT, **asked)
+        shared.assert_right(comm, case, 1, results)
+
+    on("hopper")
+    worlds.run(2, program)
+
+
+def test_output_may_have_any_strides(on):
+    on("portable")
     shared.test_output_may_have_any_strides()
 
 
-def test_many_units_pass_through_a_small_window():
+def test_many_units_pass_through_a_small_window(on):
+    on("portable")
     shared.test_many_units_pass_through_a_small_window(2, 1)
 
 
-def test_what_does_not_arrive_leaves_nan():
-    """A rank is awaited in vain; the others' tiles that need none of its keys are right."""
-    counts = (40, 40, 40)
+@pytest.mark.parametrize("seed", range(3))
+def test_units_are_left_when_they_have_been_read(on, seed):
+    """There is room for one at a time: what is loaded late is another one's."""
+    case = AttentionCase("window", (40, 50), (4, 4), 8, "bfloat16", batch=4)
+    room = 50 * 2 * 8 * 2
+
+    def program(comm):
+        asked = {"max_workspace": room, "options": SPLIT}
+        shared.assert_right(comm, case, seed, shared.call(comm, case, seed, **asked))
+
+    on("hopper", seed=1 + seed)
+    worlds.run(2, program)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_does_not_arrive_leaves_nan(engine):
+    """Two ranks are awaited in vain."""
 
     def main(mpi):
-        comm = mk.Communicator(mpi, entry_timeout=0.3)
-        comm.machine.gpu = GPU
-        x = np.ones((1, counts[comm.rank], 1, 8), np.float16)
+        comm = mk.Communicator(mpi, entry_timeout=1)
+        comm.machine.gpu = emulated.GPUS[ENGINES[engine]]
+        x = np.ones((1, 40, 1, 8), "bfloat16")
         out, lse = np.zeros_like(x), np.zeros((1, 1, 40), np.float32)
+        asked = {"causal": True, "return_lse": True, "options": SPLIT}
+        step = mk.RingAttention(x, x, x, comm=comm, **asked)
         try:
-            mk.ring_attention(x, x, x, comm=comm, causal=True)
-            if comm.rank == 1:
-                time.sleep(1)
+            if comm.rank == 2:
+                step(x, x, x, out=(out, lse))
             else:
-                arguments = {"causal": True, "return_lse": True, "out": (out, lse)}
-                mk.ring_attention(x, x, x, comm=comm, options=SPLIT, **arguments)
+                ended.wait(60)
             comm.synchronize()
         except mk.TimeoutError:
-            return comm.rank, out, lse
+            if comm.rank == 2:
+                ended.wait(60)
+            return out, lse
         finally:
             with contextlib.suppress(mk.Error):
                 comm.close()
         raise AssertionError("no rank ends well")
 
-    for rank, out, lse in mk.LocalWorld(3).run(main):
-        if rank == 2:
-            assert np.isnan(out).all()
-            assert np.isnan(lse).all()
-        elif rank == 0:
-            assert (np.isnan(out) | (out == 1)).all()
+    ended = threading.Barrier(3)
+    for result in mk.LocalWorld(3).run(main)[2]:
+        assert np.isnan(result).all()

@@ -16,8 +16,9 @@ from mkernel_cp import reference
 from mkernel_cp.attention_plan import (
     Attention,
     RingAttentionPlan,
+    attention_tiles,
+    choose_attention_tile,
     plan_ring_attention,
-    portable_attention_tile,
 )
 from mkernel_cp.failure import Reason
 from mkernel_cp.plan import Gpu
@@ -367,7 +368,7 @@ def test_uneven_elements_are_copied():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(layout, dtype):
     counts = counts_in(layout, 25, 3)
-    case = AttentionCase("nan", counts, (2, 1), 4, dtype, True, layout)
+    case = AttentionCase("nan", counts, (2, 1), 8, dtype, True, layout)
     q, k, v = ([x.copy() for x in blocks] for blocks in blocks_of(case, 8))
     for rank, position in ((0, 3), (1, 2), (2, 6)):
         k[rank][0, position], v[rank][0, position - 1, 0, 1] = np.nan, np.inf
@@ -375,7 +376,7 @@ def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(layout, dtyp
 
     def program(comm):
         own = (worlds.put(comm, x[comm.rank]) for x in (q, k, v))
-        options = mk.Options(tile=small_tile(comm, (4, 3, 4)))
+        options = mk.Options(tile=small_tile(comm, (4, 3, 8)))
         out, lse = mk.ring_attention(
             *own,
             comm=comm,
@@ -515,30 +516,49 @@ def plan_for(gpu, capacity=264, options=None, **changed):
 def test_plans_for_gpus():
     large = {"seq_counts": (3072,) * 4, "heads": 16, "kv_heads": 16, "dtype": np.dtype("f2")}
     large["columns"] = 128
-    plan = plan_for(H100, **large)
+    plan = plan_for(H100, 132, **large)
+    assert (plan.target, plan.engine) == ("cuda", "hopper")
+    assert plan.tile == (128, 128, 128)
+    assert plan.split == (8, 124)
+    assert "engine hopper: tile (128, 128, 128)" in plan.explain()
+    portable = mk.Options(tile=(128, 64, 128))
+    plan = plan_for(H100, options=portable, **large)
     assert (plan.target, plan.engine) == ("cuda", "portable")
-    assert plan.tile == (128, 64, 128)
     assert plan.split == (16, 248)
-    assert plan_for(H100, **{**large, "seq_counts": (49152,) * 4}).split == (4, 260)
-    assert plan_for(H100, **{**large, "seq_counts": (1024,) * 4}).split == (24, 240)
+    assert plan_for(H100, options=portable, **{**large, "seq_counts": (49152,) * 4}).split == (
+        4,
+        260,
+    )
+    assert plan_for(H100, options=portable, **{**large, "seq_counts": (1024,) * 4}).split == (
+        24,
+        240,
+    )
     assert 2 * (plan.shared_bytes + 1024) <= 228 << 10  # two blocks on a multiprocessor
     assert plan_ring_attention(0, plan.attention, plan.options, H100, 264) == plan
     assert plan_for(H100).split == (4, 8)  # little to move, and little to compute
     assert plan_for(H100, seq_counts=(24,)).split == (0, 8)
-    assert plan_for(H100, options=mk.Options((2, None)), **large).split == (2, 262)
+    large["options"] = mk.Options((2, None), (128, 64, 128))
+    assert plan_for(H100, **large).split == (2, 262)
     with pytest.raises(ValueError, match=r"for float32 and D=16 a GPU takes \(64, 32, 16\)"):
         plan_for(H100, options=mk.Options(tile=(64, 64, 16)))
+    large["options"] = mk.Options((200, 100))
     with pytest.raises(ValueError, match="264 agents"):
-        plan_for(H100, options=mk.Options((200, 100)), **large)
+        plan_for(H100, **large)
 
 
 @pytest.mark.parametrize("gpu", [H100, SMALL], ids=lambda gpu: gpu.arch)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_fit_every_gpu(dtype, gpu):
-    for columns in (1, 64, 65, 128, 256):
-        tile = portable_attention_tile(columns, np.dtype(dtype), gpu.shared_bytes)
-        assert tile.shared_bytes(np.dtype(dtype)) <= gpu.shared_bytes
-        assert tile.defines(np.dtype(dtype))["MK_TILE_K"] >= columns
+    dtype = np.dtype(dtype)
+    tiles = attention_tiles(dtype, gpu.arch, gpu.shared_bytes)
+    kernels = [tile.defines(dtype) for tile in tiles]
+    for columns in (1, 8, 64, 65, 96, 128, 200, 256):
+        tile = choose_attention_tile(0, attention(columns=columns, dtype=dtype), mk.Options(), gpu)
+        takes_tensor_copies = gpu is H100 and dtype.itemsize == 2 and columns % 8 == 0
+        assert tile.engine == ("hopper" if takes_tensor_copies else "portable")
+        assert tile.shared_bytes(dtype) <= gpu.shared_bytes
+        assert tile.defines(dtype)["MK_TILE_K"] >= columns
+        assert tile.defines(dtype) in kernels
 
 
 # --- wrong arguments and failures -----------------------------------------------------------------

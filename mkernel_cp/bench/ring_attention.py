@@ -33,7 +33,7 @@ SHAPES = {
     "cuda": tuple((s, 4, 16, 16, 128) for s in (12288, 24576, 49152)),
     "host": ((96, 2, 4, 2, 16),),
 }
-_HEADINGS = ("compute", "transfer", "floor", "ring", "fused")
+_HEADINGS = ("compute", "transfer", "floor", "engine", "ring", "fused")
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +196,9 @@ class RingAttentionBench:
         self._numpy = np if host else importlib.import_module("cupy")
         baselines.without_multicast()
         self._clock, self._gate = timing.clock_for(comm), timing.Gate(comm)
+        self._part = comm.mpi.Split(comm.rank)
+        device = self._clock.device()
+        self._alone = Communicator(self._part, target=comm.target, device=device)
         self.link_rate = link_rate(comm, self._clock, self._gate)
         self._attend = baselines.attempt(comm, NumpyAttention if host else TorchAttention)
         kind = MpiExchange if host else NcclExchange
@@ -203,6 +206,8 @@ class RingAttentionBench:
 
     def close(self) -> None:
         """Forget its plans."""
+        self._alone.close()
+        self._part.Free()
         self._gate.close()
 
     def measure(self, shape: Sequence[int]) -> dict[str, Any]:
@@ -227,9 +232,10 @@ class RingAttentionBench:
                 "fused": lambda one: fused(one.q, *one.kv, out=one.out),
             }
             found = {
-                name: baselines.attempt(comm, lambda way=way: self._checked(way, sets))
+                name: baselines.attempt(comm, lambda way=way: self._checked(way, sets, self._own))
                 for name, way in ways.items()
             }
+            found["engine"] = baselines.attempt(comm, lambda: self._engine(sets))
             calls = {name: call for name, call in found.items() if not isinstance(call, str)}
             found |= timing.interleaved_ms(comm, clock, self._gate, calls)
             nbytes = comm.agree("what comes", lambda: fused.plan.bytes_from_peers)
@@ -241,6 +247,10 @@ class RingAttentionBench:
 
     # --- ways to do it --------------------------------------------------------------------------
 
+    @property
+    def _own(self) -> list[int]:
+        return self._parts(self._comm.rank)
+
     def _parts(self, rank: int) -> list[int]:
         """Return which of the equal parts of the sequence a rank holds."""
         return [rank, 2 * self._comm.size - 1 - rank] if self._causal else [rank]
@@ -248,7 +258,7 @@ class RingAttentionBench:
     def _library(self, one: Operands) -> Any:
         """Attention of this rank's queries over all keys, which are here."""
         attend = self._available(self._attend)
-        parts = self._parts(self._comm.rank)
+        parts = self._own
         length = one.q.shape[1] // len(parts)
         for number, part in enumerate(parts):
             own = slice(number * length, (number + 1) * length)
@@ -256,6 +266,28 @@ class RingAttentionBench:
             result, _ = attend(one.q[:, own], k, v, self._causal)
             attend.store(result, one.out[:, own])
         return one.out
+
+    def _engine(self, sets: Sequence[Operands]) -> Call:
+        """Return the operator on this rank alone: on as much of the batch as is its share.
+
+        That is the same arithmetic, in tiles of the same size, with all keys here.
+        """
+        ranks, batch = self._comm.size, sets[0].q.shape[0]
+        if batch % ranks:
+            raise Error(f"B={batch} is no multiple of {ranks} ranks")
+
+        def alone(one: Operands) -> Operands:
+            whole = one.whole[:, : batch // ranks]
+            shape = whole.shape[1], whole.shape[2], *one.q.shape[2:]
+            return Operands(one.q.reshape(shape), whole, whole, one.out.reshape(shape))
+
+        def run(one: Operands) -> Any:
+            return attend(one.q, *one.kv, out=one.out)
+
+        shares = [alone(one) for one in sets]
+        first = shares[0]
+        attend = RingAttention(first.q, *first.kv, comm=self._alone, causal=self._causal)
+        return self._checked(run, shares, [0])
 
     def _ring(self, like: Operands) -> Callable[[Operands], Any]:
         """Return the same with the keys of one rank after the other, which go around the ring."""
@@ -312,15 +344,20 @@ class RingAttentionBench:
     def _normal(self, seed: int, shape: tuple[int, ...]) -> Any:
         return normal(self._numpy, self._dtype, seed, shape)
 
-    def _checked(self, way: Callable[[Operands], Any], sets: Sequence[Operands]) -> Call:
-        """Return a call whose result is right, and which leaves its work to the device."""
+    def _checked(
+        self, way: Callable[[Operands], Any], sets: Sequence[Operands], parts: Sequence[int]
+    ) -> Call:
+        """Return a call whose result is right, and which leaves its work to the device.
+
+        The queries are these parts of the sequence.
+        """
 
         def call(number: int) -> Any:
             return way(sets[number % _SETS])
 
         self._machine.fill(sets[0].out, np.nan)
         call(0)
-        fault = self._fault(sets[0])
+        fault = self._fault(sets[0], parts)
         call(1)
         queued = timing.is_queued(self._clock, lambda: call(2))
         if fault > 1:
@@ -329,10 +366,9 @@ class RingAttentionBench:
             raise Error("waits for the GPU, so it has no device time of its own")
         return call
 
-    def _fault(self, one: Operands) -> float:
+    def _fault(self, one: Operands, parts: Sequence[int]) -> float:
         """Return the largest error of some rows, in units of its bound."""
         batch, own, heads, _ = one.q.shape
-        parts = self._parts(self._comm.rank)
         length = own // len(parts)
         random = np.random.default_rng(self._comm.rank)
         worst = 0.0
@@ -365,8 +401,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mkernel_cp.bench.ring_attention",
         description="Times in ms: compute, a library's attention over all keys; transfer, what has "
-        "to come here at the link rate; ring, that attention with the keys of one rank after the "
-        "other; fused, the operator. efficiency = floor / fused.",
+        "to come here at the link rate; engine, the operator on each rank alone, for its share of "
+        "the batch; ring, the library's attention with the keys of one rank after the other; "
+        "fused, the operator. efficiency = floor / fused.",
     )
     parser.add_argument("--shape", type=shape, action="append", metavar=",".join(_KEYS))
     parser.add_argument("--causal", action="store_true", help="a causal mask, in zigzag layout")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import compiler, plan
-from ..attention_plan import COLUMNS, portable_attention_tile
+from ..attention_plan import attention_tiles
 from ..errors import CompileError, ConfigurationError
 from .job import say
 
@@ -35,7 +35,7 @@ def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
         return [
             {"MK_TYPE": plan.cpp_type(dtype), **tile.defines(dtype)}
             for dtype in plan.DTYPES
-            for tile in (portable_attention_tile(n, dtype, gpu.shared_bytes) for n in COLUMNS)
+            for tile in attention_tiles(dtype, arch, gpu.shared_bytes)
         ]
     kinds = [(dtype, dtype, False) for dtype in plan.DTYPES]
     kinds += [(dtype, _FLOAT32, dtype == _FLOAT32) for dtype in plan.DTYPES if dtype.itemsize < 8]

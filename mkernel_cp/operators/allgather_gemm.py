@@ -252,6 +252,6 @@ class AllGatherGemm(GemmOperator):
             extents = (rows, plan.k) if by_columns else (plan.k, rows)
             box, _ = self._tile.boxes(spec.dtype, by_columns, False)
             machine = self._comm.machine
-            words = machine.tensor_map(address, spec.dtype, extents, plan.pitch(rank), box)
+            words = machine.tensor_map(address, spec.dtype, extents, (plan.pitch(rank),), box)
             to.map.opaque[:], to.mapped = words, 1
         return to

@@ -335,7 +335,8 @@ class GemmOperator(abc.ABC):
         lines = operands.aligned_lines(array, by_columns)
         to.mapped = int(lines is not None and array.size > 0)
         if to.mapped:
-            words = self._comm.machine.tensor_map(array.ctypes.data, array.dtype, *lines, box)
+            (extents, pitch), machine = lines, self._comm.machine
+            words = machine.tensor_map(array.ctypes.data, array.dtype, extents, (pitch,), box)
             to.map.opaque[:] = words
 
     def close(self) -> None:

@@ -180,6 +180,26 @@ def aligned_lines(a: np.ndarray, by_columns: bool) -> tuple[tuple[int, int], int
     return (run, lines), pitch
 
 
+def aligned_heads(a: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return (batch, positions, heads, D) as tensor copies see it; None if they cannot read it.
+
+    Returns
+    -------
+    (extents, pitches) or None
+        Elements of a line, positions, heads, batch entries; and the bytes from one to the next of
+        each but the first.
+    """
+    axes = 3, 1, 2, 0
+    extents = tuple(a.shape[axis] for axis in axes)
+    # The stride of an axis of length 1 leads nowhere, and NumPy leaves anything there.
+    run, *pitches = (16 if a.shape[axis] <= 1 else a.strides[axis] for axis in axes)
+    if extents[0] > 1 and run != a.itemsize:
+        return None
+    if any(pitch <= 0 or pitch % 16 for pitch in pitches) or (a.size and a.ctypes.data % 16):
+        return None
+    return extents, tuple(pitches)
+
+
 def prefers_columns(a: np.ndarray) -> bool | None:
     """Return whether an operand lies in F order; None if either order reads it well."""
     rows, columns = line_pitch(a, False) is not None, line_pitch(a, True) is not None

@@ -108,7 +108,8 @@ def ring_attention(
     the ranks' keys and values come one after another, as in ring attention [2]_. The layout
     'zigzag' balances causal masks, as striped attention [3]_ does. Equal inputs in an equal world
     give equal bits. On GPUs the weights of 16-bit operands are rounded to their dtype before they
-    multiply the values.
+    multiply the values. On those of sm_90, 16-bit operands whose D is a multiple of 8 are read in
+    lines of multiples of 16 bytes; where they lie otherwise they are copied first.
 
     On the cuda target a call returns at once, and can be captured in a CUDA graph, as
     `allgather_gemm` says.
@@ -201,7 +202,7 @@ class RingAttention:
         attention = spec.attention
         self._spec, self._comm, self._what = spec, comm, str(attention)
         gpu, need = comm.machine.gpu, attention.need()
-        tile = choose_attention_tile(comm.rank, attention, spec.options, gpu)
+        self._tile = tile = choose_attention_tile(comm.rank, attention, spec.options, gpu)
         macros = {"MK_TYPE": plans.cpp_type(attention.dtype), **tile.defines(attention.dtype)}
         kernel = Kernel(
             str(compiler.kernel_source("ring_attention")),
@@ -240,6 +241,15 @@ class RingAttention:
             left=base,
             arrived=base + 8 * MOST_COMPUTE_AGENTS,
         )
+        if self._mapped and landing.slot_positions:
+            extents = plan.columns, landing.slot_positions, 2, plan.window
+            line = plan.columns * plan.dtype.itemsize
+            half = landing.slot_positions * line
+            box = self._box(plan.tile[1])
+            words = comm.machine.tensor_map(
+                landing.data, plan.dtype, extents, (line, half, 2 * half), box
+            )
+            landing.map.opaque[:] = words
         constants = structures.RingAttentionPlan(
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
@@ -309,10 +319,16 @@ class RingAttention:
         if self._arena is not comm.arena:
             comm.machine.refuse_capture(self._what)
             self._bind(comm.arena)
-        own = [x if _whole_steps(x.shadow) else _like(x, comm.machine, copy=True) for x in own]
-        params = self._params
-        for name, x in zip("qkv", own, strict=True):
+        own = [x if self._is_readable(x.shadow) else _like(x, comm.machine, copy=True) for x in own]
+        params, (queries, keys, _) = self._params, plan.tile
+        for name, x, lines in zip("qkv", own, (queries, keys, keys), strict=True):
             _set_heads(getattr(params, name), x.shadow)
+            if self._mapped and x.shadow.size:
+                seen = operands.aligned_heads(x.shadow)
+                words = comm.machine.tensor_map(
+                    x.shadow.ctypes.data, plan.dtype, *seen, self._box(lines)
+                )
+                getattr(params, name).map.opaque[:] = words
         _set_heads(params.out, results[0].shadow)
         if self._spec.return_lse:
             _set_heads(params.lse, results[1].shadow.transpose(0, 2, 1)[..., None])
@@ -322,6 +338,21 @@ class RingAttention:
                 self._share(to, x, stage)
         request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
         return request, (own, results)
+
+    @property
+    def _mapped(self) -> bool:
+        """Whether the engine reads operands through tensor maps."""
+        return self._tile.engine == "hopper"
+
+    def _box(self, lines: int) -> tuple[int, int, int, int]:
+        """Return what a tensor copy brings at a time: lines of 128 bytes of one head."""
+        return 128 // self.plan.dtype.itemsize, lines, 1, 1
+
+    def _is_readable(self, array: np.ndarray) -> bool:
+        """Return whether the engine takes an operand as it lies."""
+        if self._mapped:
+            return operands.aligned_heads(array) is not None
+        return _whole_steps(array)
 
     def _share(self, to: ctypes.Structure, x: operands.Operand, stage: Location) -> None:
         """Say where peers find keys or values: where they are, or in a copy of them."""

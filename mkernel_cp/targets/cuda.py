@@ -339,9 +339,9 @@ class CudaTarget:
         self,
         address: int,
         dtype: np.dtype,
-        extents: tuple[int, int],
-        pitch: int,
-        box: tuple[int, int],
+        extents: tuple[int, ...],
+        pitches: tuple[int, ...],
+        box: tuple[int, ...],
     ) -> tuple[int, ...]:
         """Return the words of a tensor map of lines, whose boxes are swizzled by 128 bytes.
 
@@ -349,12 +349,12 @@ class CudaTarget:
         ----------
         address : int
         dtype : numpy.dtype
-        extents, box : (int, int)
-            Elements of a line, and lines.
-        pitch : int
-            Bytes from one line to the next.
+        extents, box : tuple of int
+            Elements of a line, and lines, in one dimension or more.
+        pitches : tuple of int
+            Bytes from one line to the next in each of these.
         """
-        key = address, dtype, extents, pitch, box
+        key = address, dtype, extents, pitches, box
         if key not in self._maps:
             if len(self._maps) == _MOST_MAPS:
                 self._maps.clear()
@@ -363,12 +363,12 @@ class CudaTarget:
                 driver,
                 driver.cuTensorMapEncodeTiled(
                     getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.name.upper()}"),
-                    2,
+                    len(extents),
                     address,
                     [driver.cuuint64_t(extent) for extent in extents],
-                    [driver.cuuint64_t(pitch)],
+                    [driver.cuuint64_t(pitch) for pitch in pitches],
                     [driver.cuuint32_t(extent) for extent in box],
-                    [driver.cuuint32_t(1)] * 2,
+                    [driver.cuuint32_t(1)] * len(box),
                     driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
                     driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
                     driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,

@@ -10,6 +10,7 @@ using emulation::Barrier;
 using emulation::block;
 
 inline u32 opaque(u32 value) { return value; }
+inline void settle(float) {}
 template <class Object>
 void keep_in_memory(Object&) {}
 
@@ -38,8 +39,9 @@ inline u64 swizzled(u64 address) { return address ^ address / 128 % 8 * 16; }
 
 // --- barriers
 
-template <u32 id, u32 threads>
-bool any_of_warps(bool verdict) { return block().sync(id, threads, verdict); }
+inline bool any_of_warps(u32 id, u32 threads, bool verdict) { return block().sync(id, threads, verdict); }
+inline void sync_warps(u32 id, u32 threads) { block().sync(id, threads, false); }
+inline void arrive_for_warps(u32 id, u32 threads) { block().arrive(id, threads); }
 
 inline void barrier_init(u64* barrier, u32 arrivals) { Barrier::at(barrier).init(arrivals); }
 inline void barrier_invalidate(u64* barrier) { Barrier::at(barrier).invalidate(); }
@@ -93,39 +95,55 @@ inline void load_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     });
 }
 
-// visit(in shared memory, in global memory, bytes) for what of a box is in the matrix; outside(in shared memory) else.
-template <class Visit, class Outside>
-void each_place(const TensorMap& map, void* box, i32 x, i32 y, Visit visit, Outside outside) {
-    const auto& [data, size, run, lines, pitch, box_run, box_lines] = reinterpret_cast<const u64(&)[7]>(map.opaque);
-    const u64 shared = shared_address(box);
-    if (shared % 128) emulation::stop("a box is not aligned");
-    for (i64 line = 0; line < i64(box_lines); ++line)
-        for (i64 place = 0; place < i64(box_run); ++place) {
-            u8* there = at(u32(swizzled(shared + u64(line) * 128 + u64(place) * size)));
-            const bool inside = y + line >= 0 && y + line < i64(lines) && x + place >= 0 && x + place < i64(run);
-            if (inside) visit(there, reinterpret_cast<u8*>(data + u64(y + line) * pitch + u64(x + place) * size), size);
-            else outside(there, size);
-        }
-}
+// What of an array is a box: in its lines, of 128 bytes in shared memory, and in up to three dimensions across.
+struct Box {
+    explicit Box(const TensorMap& map) : words(reinterpret_cast<const Words&>(map.opaque)) {}
 
-inline void load_box_to(u16 blocks, void* to, const TensorMap* map, u64* barrier, i32 x, i32 y) {
+    struct Words { u64 data, size, extents[4], pitches[3], box[4]; };
+    const Words& words;
+
+    u32 bytes() const { return u32(words.box[1] * words.box[2] * words.box[3]) * 128; }
+
+    // visit(in shared memory, in global memory, bytes) for what of it is in the array; outside(in shared memory) else.
+    template <class Visit, class Outside>
+    void each_place(void* box, const i32 (&first)[4], Visit visit, Outside outside) const {
+        const u64 shared = shared_address(box);
+        if (shared % 128) emulation::stop("a box is not aligned");
+        for (u64 line = 0; line < bytes() / 128; ++line)
+            for (u64 place = 0; place < words.box[0]; ++place) {
+                const u64 within[4] = {place, line % words.box[1], line / words.box[1] % words.box[2],
+                                       line / words.box[1] / words.box[2]};
+                u8* there = at(u32(swizzled(shared + line * 128 + place * words.size)));
+                u64 from = words.data;
+                bool inside = true;
+                for (u32 i = 0; i < 4; ++i) {
+                    const i64 index = first[i] + i64(within[i]);
+                    inside = inside && index >= 0 && index < i64(words.extents[i]);
+                    from += u64(index) * (i ? words.pitches[i - 1] : words.size);
+                }
+                if (inside) visit(there, reinterpret_cast<u8*>(from), words.size);
+                else outside(there, words.size);
+            }
+    }
+};
+
+inline void load_box_to(u16 blocks, void* to, const TensorMap* map, u64* barrier, i32 x, i32 y, i32 z = 0, i32 w = 0) {
     const TensorMap words = *map;
     auto* const self = &block();
     block().later([=] {
-        u32 bytes = 0;
+        const Box box(words);
         for (u32 rank = 0; rank < MK_CLUSTER; ++rank) {
             if (!(blocks >> rank & 1)) continue;
-            each_place(
-                words, to, x, y,
+            box.each_place(
+                to, {x, y, z, w},
                 [&](u8* there, const u8* from, u64 size) { std::memcpy(self->in(rank, there), from, size); },
                 [&](u8* there, u64 size) { std::memset(self->in(rank, there), 0, size); });
-            bytes = u32(words.opaque[6]) * 128;
-            Barrier::at(self->in(rank, barrier)).deliver(bytes);
+            Barrier::at(self->in(rank, barrier)).deliver(box.bytes());
         }
     });
 }
-inline void load_box(void* to, const TensorMap* map, u64* barrier, i32 x, i32 y) {
-    load_box_to(u16(1 << block().rank()), to, map, barrier, x, y);
+inline void load_box(void* to, const TensorMap* map, u64* barrier, i32 x, i32 y, i32 z = 0, i32 w = 0) {
+    load_box_to(u16(1 << block().rank()), to, map, barrier, x, y, z, w);
 }
 
 // Out of shared memory: it is read in one step, and written in another.
@@ -140,14 +158,14 @@ inline void store_box(const TensorMap* map, const void* from, i32 x, i32 y) {
     const TensorMap words = *map;
     void* const box = const_cast<void*>(from);
     block().own().reads.add([=] {
-        each_place(
-            words, box, x, y, [&](u8* there, u8*, u64 size) { between->insert(between->end(), there, there + size); },
+        Box(words).each_place(
+            box, {x, y, 0, 0}, [&](u8* there, u8*, u64 size) { between->insert(between->end(), there, there + size); },
             [](u8*, u64) {});
     });
     block().own().stores.add([=] {
         const u8* next = between->data();
-        each_place(
-            words, box, x, y, [&](u8*, u8* to, u64 size) { std::memcpy(to, next, size), next += size; },
+        Box(words).each_place(
+            box, {x, y, 0, 0}, [&](u8*, u8* to, u64 size) { std::memcpy(to, next, size), next += size; },
             [](u8*, u64) {});
     });
 }
@@ -259,6 +277,8 @@ inline u64 operand_descriptor(u32 shared_address, u32 box_bytes) {
     return u64(box_bytes / 16) << 16 | (shared_address & 0x3ffff) / 16;
 }
 
+inline u64 further(u64 descriptor, u32 bytes) { return descriptor + bytes / 16; }
+
 // Lines run along k, one for each of the extent; or across it, 64 of the extent in each box.
 template <class T, bool across>
 float factor(u64 descriptor, u32 outer, u32 k) {
@@ -269,14 +289,15 @@ float factor(u64 descriptor, u32 outer, u32 k) {
     return widen(element);
 }
 
-template <class T, u32 columns, bool a_across, bool b_across>
-void multiply(float (&sums)[columns / 2], u64 a, u64 b, bool add) {
-    const u32 thread = block().thread(), first = thread / 32 % 4 * 16 + thread % 32 / 4;
+// first_at(row of those of the warp, k)
+template <class T, u32 columns, bool b_across, class First>
+void add_product(float (&sums)[columns / 2], First first_at, u64 b, bool add) {
+    const u32 thread = block().thread(), first = thread % 32 / 4;
     float* const to = sums;
     block().own().products.add([=] {
         float rows[2][16], column[16];
         for (u32 k = 0; k < 16; ++k)
-            for (u32 i = 0; i < 2; ++i) rows[i][k] = factor<T, a_across>(a, first + 8 * i, k);
+            for (u32 i = 0; i < 2; ++i) rows[i][k] = first_at(first + 8 * i, k);
         for (u32 j = 0; j < columns / 4; ++j) {
             for (u32 k = 0; k < 16; ++k) column[k] = factor<T, b_across>(b, j / 2 * 8 + thread % 4 * 2 + j % 2, k);
             for (u32 i = 0; i < 2; ++i) {
@@ -286,6 +307,29 @@ void multiply(float (&sums)[columns / 2], u64 a, u64 b, bool add) {
             }
         }
     });
+}
+
+template <class T, u32 columns, bool a_across, bool b_across>
+void multiply(float (&sums)[columns / 2], u64 a, u64 b, bool add) {
+    const u32 warp_row = block().thread() / 32 % 4 * 16;
+    add_product<T, columns, b_across>(
+        sums, [=](u32 row, u32 k) { return factor<T, a_across>(a, warp_row + row, k); }, b, add);
+}
+
+// Of an operand in registers each lane has what it shows; they are read when the product is made, not before.
+template <class T, u32 columns, bool b_across>
+void multiply(float (&sums)[columns / 2], const u32 (&a)[4], u64 b, bool add) {
+    const u32* const own = a;
+    std::vector<const u32*> held(32);
+    const auto shown = block().show(&own, sizeof own);
+    for (u32 lane = 0; lane < 32; ++lane) std::memcpy(&held[lane], shown[lane], sizeof own);
+    add_product<T, columns, b_across>(
+        sums,
+        [=](u32 row, u32 k) {
+            const u32 word = held[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+            return widen(T{u16(word >> k % 2 * 16)});
+        },
+        b, add);
 }
 
 }  // namespace ptx

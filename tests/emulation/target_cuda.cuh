@@ -192,13 +192,16 @@ public:
             idle = events_ == before ? idle + 1 : 0;
             if (idle == 0) cluster_->busy_ns = host::now_ns();
             // Many rounds without any event: all wait for the copies, or for a neighbour in the cluster.
-            if (!under_way_.empty() && (random(8) == 0 || idle > 4 * warps_.size())) do_one();
+            const bool stuck = idle > 4 * warps_.size();
+            if (!under_way_.empty() && (random(8) == 0 || stuck)) do_one(under_way_);
+            else if (!late_.empty() && stuck) do_one(late_);
             else if (idle > 100 * warps_.size()) {
                 if (host::now_ns() - cluster_->busy_ns > longest_wait_ns) stop("its threads wait for each other");
                 host::host_pause(u32(idle));
             }
         }
-        while (!under_way_.empty()) do_one();
+        while (!under_way_.empty()) do_one(under_way_);
+        while (!late_.empty()) do_one(late_);
         for (Thread& thread : threads_) thread.reads.complete(0), thread.stores.complete(0);
         current() = nullptr;
     }
@@ -230,6 +233,13 @@ public:
     bool sync(bool verdict = false) { return meet(all_, size(), verdict); }
     bool sync(u32 id, u32 threads, bool verdict) { return meet(named_[id], threads, verdict); }
 
+    // Only says that the thread has come.
+    void arrive(u32 id, u32 threads) {
+        Meeting& meeting = named_[id];
+        ++events_;
+        if (++meeting.arrived == threads) meeting.arrived = 0, ++meeting.phase;
+    }
+
     // Until something happens here.
     template <class Condition>
     void wait(Condition condition) {
@@ -254,8 +264,8 @@ public:
         return shown;
     }
 
-    // Has something done at any time from now on.
-    void later(Work work) { under_way_.push_back(std::move(work)), ++events_; }
+    // Has something done at any time from now on; at times only when all wait.
+    void later(Work work) { (random(4) ? under_way_ : late_).push_back(std::move(work)), ++events_; }
 
     // --- clusters: blocks whose indices follow each other
 
@@ -290,10 +300,10 @@ private:
     }
 
     u32 random(u32 n) { return u32(host::next_random(order_) % n); }
-    void do_one() {
-        std::swap(under_way_[random(u32(under_way_.size()))], under_way_.back());
-        const Work work = std::move(under_way_.back());
-        under_way_.pop_back();
+    void do_one(std::vector<Work>& some) {
+        std::swap(some[random(u32(some.size()))], some.back());
+        const Work work = std::move(some.back());
+        some.pop_back();
         work();
         ++events_;
     }
@@ -304,7 +314,7 @@ private:
     u32 cluster_size_;
     std::shared_ptr<Cluster> cluster_;
     Meeting all_, named_[16];
-    std::vector<Work> under_way_;
+    std::vector<Work> under_way_, late_;
     ucontext_t scheduler_;
     Work body_;
     std::unique_ptr<u8[]> memory_;

@@ -86,9 +86,14 @@ class Mask {
 public:
     explicit MK_DEVICE Mask(const RingAttentionPlan& plan) : causal_(plan.causal) {}
 
-    MK_DEVICE i64 visible(i64 query, const Run& keys) const {
+    // How many keys of a run that has no end, or (negative) how many positions before it.
+    MK_DEVICE i64 reach(i64 query, const Run& keys) const {
         if (!causal_) return keys.count;
-        const i64 count = query - keys.position + 1;
+        return query - keys.position + 1;
+    }
+
+    MK_DEVICE i64 visible(i64 query, const Run& keys) const {
+        const i64 count = reach(query, keys);
         return count < 0 ? 0 : count < keys.count ? count : keys.count;
     }
 
@@ -98,17 +103,21 @@ private:
 
 enum class Part : u64 { keys = 0, values = 1 };
 
-// Rows of keys or values, one a position; strides in elements.
+// Rows of keys or values, one a position; strides in elements. The first one's place in the map: position, and which
+// head and batch entry, or in a window which part and slot.
 struct Panel {
     void* data;
     i64 position_stride, column_stride;
+    const TensorMap* map;
+    i64 position;
+    i32 inner, outer;
 };
 
 template <class T>
 MK_DEVICE Panel panel_of(const Heads& heads, i64 batch, i64 head, i64 position) {
     return {static_cast<T*>(heads.data) + batch * heads.batch_stride + head * heads.head_stride +
                 position * heads.position_stride,
-            heads.position_stride, heads.column_stride};
+            heads.position_stride, heads.column_stride, &heads.map, position, i32(head), i32(batch)};
 }
 
 // Movers bring units here in order, each when its slot is free; that is when every compute agent has left the unit that
@@ -125,24 +134,28 @@ public:
     MK_DEVICE bool await_room(Courier<aligned>& courier, Unit unit) {
         if (u64(unit.index) < plan_.slots) return launch_.live();
         courier.finish();
-        for (u64 agent = 0; agent < agents_; ++agent)
-            if (!launch_.wait(launch_.agent(), &plan_.left[agent], u64(unit.index) - plan_.slots + 1,
-                              {Awaited::room, everyone, agent}))
-                return false;
-        return true;
+        const Agent& mover = launch_.agent();
+        bool room = launch_.live();  // each lane looks at some agents
+        for (u64 agent = mover.lane(); room && agent < agents_; agent += mover.lanes())
+            room = launch_.wait_alone(&plan_.left[agent], u64(unit.index) - plan_.slots + 1,
+                                      {Awaited::room, everyone, agent});
+        if (mover.any(!room)) launch_.drop();
+        return launch_.live();
     }
 
-    // The compute agent needs nothing of this unit any more, nor of those before.
-    MK_DEVICE void leave(Unit unit) {
-        launch_.agent().sync();
-        launch_.template raise<Scope::device>(&plan_.left[launch_.member()], u64(unit.index) + 1, Completed());
+    // The compute agent, all of it that has to do with this, needs nothing of this unit any more, nor of those before.
+    MK_DEVICE void leave(const Agent& who, Unit unit) {
+        who.sync();
+        launch_.as(who).template raise<Scope::device>(&plan_.left[launch_.member()], u64(unit.index) + 1, Completed());
     }
 
     // Has this mover's share of a run of a peer brought here; each chunk of keys or of values raises its signal.
     template <bool aligned>
     MK_DEVICE void pull(Courier<aligned>& courier, Unit unit, const Run& run, const KeysAndValues& theirs) {
         const i64 line = columns_ * i64(sizeof(T)), chunks = ceil_div(run.count, plan_.chunk_positions);
-        const i64 movers = i64(launch_.members()), before = run.first_chunk % movers;  // all get work of short runs too
+        // On from where the last run ended, so that all get work of short ones, too.
+        const i64 movers = i64(launch_.members());
+        const i64 before = (unit.index * i64(plan_.chunks) + run.first_chunk) % movers;
         const bool leads = launch_.agent().lane() == 0;
         for (i64 chunk = (i64(launch_.member()) + movers - before) % movers; chunk < chunks; chunk += movers)
             for (Part part : {Part::keys, Part::values}) {
@@ -166,14 +179,16 @@ public:
 
     // Where a run lands.
     MK_DEVICE Panel panel(Unit unit, const Run& run, Part part) const {
-        const i64 half = i64(u64(unit.index) % plan_.slots * 2 + u64(part));
-        return {static_cast<T*>(plan_.data) + (half * plan_.slot_positions + run.place) * columns_, columns_, 1};
+        const u64 slot = u64(unit.index) % plan_.slots;
+        const i64 half = i64(slot * 2 + u64(part));
+        return {static_cast<T*>(plan_.data) + (half * plan_.slot_positions + run.place) * columns_, columns_, 1,
+                &plan_.map, run.place, i32(part), i32(slot)};
     }
 
     // Waits until these positions of a run are here.
     MK_DEVICE bool wait(const Agent& who, Unit unit, const Run& run, Range positions, Part part) {
-        const i64 length = plan_.chunk_positions;
-        for (i64 chunk = positions.begin / length; chunk * length < positions.end; ++chunk) {
+        const u32 length = u32(plan_.chunk_positions);  // a division of 32 bits takes a fraction of the time
+        for (i64 chunk = u32(positions.begin) / length; chunk * length < positions.end; ++chunk) {
             const u64 index = signal_of(unit, run, chunk, part);
             if (index == known_[u64(part)]) continue;  // most positions lie in the chunk that was waited for last
             if (!launch_.wait(who, &plan_.arrived[index], 1, {Awaited::arrival, everyone, index})) return false;
@@ -211,21 +226,22 @@ public:
     template <class Acc>
     MK_DEVICE T transform(Acc sum, Acc total) const { return narrow<T>(sum / total); }
 
-    template <class Acc>
-    MK_DEVICE void deliver(const Agent& agent, Unit unit, const QueryTile& tile, const T* staged, const Acc* lse,
+    // `staged`: T* of a row and a column.
+    template <class Acc, class View>
+    MK_DEVICE void deliver(const Agent& agent, Unit unit, const QueryTile& tile, View staged, const Acc* lse,
                            i64 columns) const {
         const Panel rows = panel_of<T>(to_, unit.batch, tile.head, tile.rows.begin);
         T* to = static_cast<T*>(rows.data);
         const i64 per_word = i64(sizeof(Word) / sizeof(T));
         const u64 shape = reinterpret_cast<u64>(to) | u64(rows.position_stride | columns) * sizeof(T);
-        if (rows.column_stride == 1 && (shape | reinterpret_cast<u64>(staged)) % sizeof(Word) == 0)
+        if (rows.column_stride == 1 && shape % sizeof(Word) == 0 && staged.in_words())
             spread(agent, tile.rows.size(), columns / per_word, [&](i64 i, i64 j) {
                 *reinterpret_cast<Word*>(to + i * rows.position_stride + j * per_word) =
-                    *reinterpret_cast<const Word*>(staged + i * columns + j * per_word);
+                    *reinterpret_cast<const Word*>(staged(i, j * per_word));
             });
         else
             spread(agent, tile.rows.size(), columns, [&](i64 i, i64 j) {
-                to[i * rows.position_stride + j * rows.column_stride] = staged[i * columns + j];
+                to[i * rows.position_stride + j * rows.column_stride] = *staged(i, j);
             });
         if (lse_.data == nullptr) return;
         const Panel sums = panel_of<Acc>(lse_, unit.batch, tile.head, tile.rows.begin);

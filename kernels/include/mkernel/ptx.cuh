@@ -15,6 +15,12 @@ MK_DEVICE u32 opaque(u32 value) {
     return value;
 }
 
+// What a number that is never negative comes from is computed here, however late it is needed: the assembler moves waits
+// ahead of arithmetic, but not ahead of a trap.
+MK_DEVICE void settle(float number) {
+    asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never trap;\n}" ::"f"(number) : "memory");
+}
+
 // From here on the object, and what it refers to, is in memory: no registers are kept for it.
 template <class Object>
 MK_DEVICE void keep_in_memory(Object& object) { asm volatile("" ::"l"(&object) : "memory"); }
@@ -60,9 +66,18 @@ MK_DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(left
 
 // --- sm_80: barriers -------------------------------------------------------------------------------------------------
 
-// A barrier of some warps of a block, `threads` in all; `id` is 1 to 15. Whether any of them says so.
-template <u32 id, u32 threads>
-MK_DEVICE bool any_of_warps(bool verdict) {
+// A barrier of some warps of a block, `threads` in all; `id` is 1 to 15.
+MK_DEVICE void sync_warps(u32 id, u32 threads) {
+    asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Only says that a warp has come to it.
+MK_DEVICE void arrive_for_warps(u32 id, u32 threads) {
+    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Whether any of them says so.
+MK_DEVICE bool any_of_warps(u32 id, u32 threads, bool verdict) {
     u32 any;
     asm volatile(
         "{\n.reg .pred verdict, any;\n"
@@ -70,7 +85,7 @@ MK_DEVICE bool any_of_warps(bool verdict) {
         "barrier.cta.red.or.pred any, %2, %3, verdict;\n"
         "selp.b32 %0, 1, 0, any;\n}"
         : "=r"(any)
-        : "r"(u32(verdict)), "n"(id), "n"(threads)
+        : "r"(u32(verdict)), "r"(id), "r"(threads)
         : "memory");
     return any;
 }
@@ -299,7 +314,15 @@ MK_DEVICE void load_box(void* to, const TensorMap* map, u64* barrier, i32 x, i32
                  : "memory");
 }
 
-// The same into, and with the barrier of, each block of the cluster whose bit is set.
+// The same of an array of four dimensions.
+MK_DEVICE void load_box(void* to, const TensorMap* map, u64* barrier, i32 x, i32 y, i32 z, i32 w) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+
+// That of load_box(to, map, barrier, x, y) into, and with the barrier of, each block of the cluster whose bit is set.
 MK_DEVICE void load_box_to(u16 blocks, void* to, const TensorMap* map, u64* barrier, i32 x, i32 y) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
@@ -361,7 +384,7 @@ MK_DEVICE void multiply_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;
 template <u32 count>
 MK_DEVICE void results_are_there(float (&sums)[count]) {
     MK_UNROLL
-    for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+    for (u32 i = 0; i < count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 // An operand in lines of 128 bytes, swizzled as tensor copies do, 1024 bytes aligned. Lines across k hold 64 of the
@@ -369,6 +392,11 @@ MK_DEVICE void results_are_there(float (&sums)[count]) {
 MK_DEVICE u64 operand_descriptor(u32 shared_address, u32 box_bytes) {
     return u64(1) << 62 | u64(1024 / 16) << 32 | u64(box_bytes / 16) << 16 |
            (shared_address & 0x3ffff) / 16;  // without the block's place in the cluster
+}
+
+// The descriptor of what is so many bytes further.
+MK_DEVICE u64 further(u64 descriptor, u32 bytes) {
+    return descriptor >> 32 << 32 | (u32(descriptor) + bytes / 16);  // 32 bits: no carry
 }
 
 // The accumulators are the first operands of an instruction.
@@ -429,6 +457,31 @@ MK_DEVICE void multiply(float (&sums)[columns / 2], u64 a, u64 b, bool add) {
     else { MK_MULTIPLY_COLUMNS("f16"); }
 }
 
+// The same with the first operand in registers, as fragments have it: a warp's 16 rows, packed. These are the places of
+// the sums of an earlier product: what was made of its columns 16 i to 16 i + 15 is the i-th operand.
+#define MK_MULTIPLY_HELD(COLUMNS, TYPE, ACCUMULATORS, IN_OUT, A, A1, A2, A3, B, ADD, B_ACROSS)                        \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                               \
+                 "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" ACCUMULATORS "}, {%" #A   \
+                 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", add, 1, 1, %" #B_ACROSS ";\n}"                            \
+                 : IN_OUT                                                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(u32(add)), "n"(int(b_across)))
+#define MK_MULTIPLY_HELD_COLUMNS(TYPE)                                                                                \
+    if constexpr (columns == 64)                                                                                      \
+        MK_MULTIPLY_HELD(64, TYPE, MK_ACCUMULATORS_32, MK_IN_OUT_32(sums, 0), 32, 33, 34, 35, 36, 37, 38);            \
+    else if constexpr (columns == 128)                                                                                \
+        MK_MULTIPLY_HELD(128, TYPE, MK_ACCUMULATORS_64, MK_IN_OUT_64(sums), 64, 65, 66, 67, 68, 69, 70);              \
+    else                                                                                                              \
+        MK_MULTIPLY_HELD(256, TYPE, MK_ACCUMULATORS_128, MK_IN_OUT_128(sums), 128, 129, 130, 131, 132, 133, 134)
+
+template <class T, u32 columns, bool b_across>
+MK_DEVICE void multiply(float (&sums)[columns / 2], const u32 (&a)[4], u64 b, bool add) {
+    static_assert(columns == 64 || columns == 128 || columns == 256, "written out here");
+    if constexpr (is_bfloat16<T>) { MK_MULTIPLY_HELD_COLUMNS("bf16"); }
+    else { MK_MULTIPLY_HELD_COLUMNS("f16"); }
+}
+
+#undef MK_MULTIPLY_HELD_COLUMNS
+#undef MK_MULTIPLY_HELD
 #undef MK_MULTIPLY_COLUMNS
 #undef MK_MULTIPLY
 #undef MK_IN_OUT_128

@@ -305,11 +305,13 @@ struct GemmAllReduceParams {
 
 // An array (batch, position, head, column); strides in elements.
 struct Heads {
+    TensorMap map;  // (column, position, head, batch), for engines with tensor copies
     void* data;
     i64 batch_stride;
     i64 position_stride;
     i64 head_stride;
     i64 column_stride;
+    u64 reserved[3];
 };
 
 // One that peers read: its columns are contiguous; strides in bytes.
@@ -338,6 +340,7 @@ struct Run {
 
 // Slots in which keys and values of the peers land, unit after unit: unit u in slot u % slots.
 struct WindowPlan {
+    TensorMap map;  // (column, position, keys or values, slot)
     u64 slots;
     i64 slot_positions;
     i64 chunk_positions;
@@ -345,10 +348,12 @@ struct WindowPlan {
     void* data;    // [slot][keys, values][position][column]
     u64* arrived;  // [unit][chunk][keys, values]: signals
     u64* left;     // [compute agent]: signals, of how many units it needs nothing any more
+    u64 reserved[1];
 };
 
 // What does not change from call to call of ring_attention.
 struct RingAttentionPlan {
+    WindowPlan window;
     Split split;
     u64 digest;
     i64 batches;
@@ -361,7 +366,7 @@ struct RingAttentionPlan {
     Run* queries;  // this rank's positions
     u64 walk_runs;
     Run* walk;  // the keys that they see, in the order in which they are used
-    WindowPlan window;
+    u64 reserved[1];
 };
 
 struct RingAttentionParams {
@@ -375,6 +380,7 @@ struct RingAttentionParams {
     World* world;
     RingAttentionPlan* plan;
     CallMessage message;
+    u64 reserved[7];
 };
 
 // The experts that each token is sent to: ids of int32, or of int64 if `wide`; strides in elements.

@@ -94,7 +94,7 @@ public:
         });
         agent_.sync();
     }
-    MK_DEVICE const T* staged() const { return staged_; }
+    MK_DEVICE Staged<T> staged() const { return {staged_, columns_}; }
     MK_DEVICE const Acc* log_sum_exp() const { return total_; }
 
 private:
@@ -125,7 +125,7 @@ private:
 //   gate(agent, unit, run, positions, part)  bool: these have arrived; false: the launch is to end
 //   sink                                     transform(sum, total) -> T
 //                                            deliver(agent, unit, tile, staged, log_sum_exp, columns)
-//   leave(unit)                              nothing of this unit is read any more
+//   leave(agent, unit)                       nothing of this unit is read any more
 // After a failure every tile that is left is delivered as NaN.
 template <class T, class Source, class Gate, class Sink, class Leave>
 MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const Heads& q, Source source, Gate gate,
@@ -161,7 +161,7 @@ MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const He
             sink.deliver(agent, unit, tile, rows.staged(), rows.log_sum_exp(), plan.tile.k);
             agent.sync();  // the staged tile is stored
         }
-        leave(unit);
+        leave(agent, unit);
     }
 }
 

@@ -556,11 +556,11 @@ MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const He
             Engine::work(shared, q, unit, tile, launch.agent().alone(), source, gate, sink);
             computed.end();
             const Span stored(launch, leads, Traced::store, traced);
-            sink.deliver(launch.agent(), unit, tile, reinterpret_cast<const T*>(shared.queries), shared.log_sums,
-                         plan.tile.k);
+            sink.deliver(launch.agent(), unit, tile, Staged<T>{reinterpret_cast<T*>(shared.queries), plan.tile.k},
+                         shared.log_sums, plan.tile.k);
             __syncthreads();  // the staged tile is stored
         }
-        leave(unit);
+        leave(launch.agent(), unit);
     }
     if (shared.failed) launch.drop();
 }

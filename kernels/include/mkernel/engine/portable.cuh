@@ -214,7 +214,7 @@ public:
             }
 #pragma unroll 1
             for (Range k : Blocks(depth, Shape::k)) {
-                arrived = ptx::any_of_warps<1, loaders>(first && arrived && gate(alone, order.tile, k));
+                arrived = ptx::any_of_warps(1, loaders, first && arrived && gate(alone, order.tile, k));
                 ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
                 if (arrived) {
                     fetch<T, Shape::rows, Shape::k>(shared.a[turn.slot], order.a, k);
