@@ -1,7 +1,7 @@
 // moe_dispatch_gemm: every rank has tokens, and some of the experts that they choose. A rank gets the rows of its experts,
 // in order of expert, source rank, token and slot, each times the weights of its expert.
-//   movers   sort this rank's tokens by expert and show that to the peers with the call; when all have called, each knows
-//            what it gets. They bring the tokens here, each once, in the order in which the experts need them
+//   movers   sort this rank's tokens by expert and show that to the peers with the call; when all have called, it is known
+//            who gets what. They bring the tokens here, each once, in the order in which the experts need them
 //   compute  takes the experts in order, and multiplies a tile as soon as its rows have arrived
 // Wrong ids, and more tokens or rows than there is room for, are seen by all ranks before anything is written: then the
 // call does nothing else, and says why.
@@ -27,12 +27,12 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
 
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
+        routing.sort(p.choice, p.tokens, scratch, p.origins.expert_offsets);
         if (self.member() == 0) {
-            routing.sort(p.choice, p.tokens);
             self.announce(p.message);  // with it, the peers may read the tables too
             for (u64 peer : RingOrder(rank, size))
                 if (!self.await_call(peer, plan.digest)) break;
-            routing.agree(p.origins.expert_offsets, p.verdict);
+            routing.agree(p.origins.expert_offsets, scratch);
         }
         if (routing.await() && !routing.refused()) {
             Courier<> courier(self, scratch);
