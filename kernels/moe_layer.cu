@@ -29,7 +29,9 @@ constexpr Activation activation = Activation::MK_ACTIVATION;
 MK_KERNEL(moe_layer, MoeLayerParams, p) {
     const MoeLayerPlan& plan = *p.plan;
     Launch launch(p.world, plan.split);
-    Combination<Type, PartialType> combination(launch, plan.combine, *plan.made, plan.capacity);
+    auto combination = [&](Launch& self) {
+        return Combination<Type, PartialType>(self, plan.combine, *plan.made, plan.capacity);
+    };
 
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
@@ -45,7 +47,7 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
             TokenLanding landing(self, plan.routing, plan.landing, plan.expert_offsets);
             const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
             landing.bring(courier, own, [&](i64 row, u64 source, const Route& route) {
-                combination.note(row, source, route.token, route.slot);
+                combination(self).note(row, source, route.token, route.slot);
             });
             landing.finish(courier);
         }
@@ -78,11 +80,11 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
             MatrixStack{p.w2, p.w2_stride},
             /* gate   */ [&](const Agent& who, Tile t, Range k) { return hidden.wait(who, t, k); },
             /* sink   */ store(*plan.made), nothing);
-        combination.computed();
-        for (u64 peer : RingOrder(launch.rank(), launch.size())) combination.sum_for(peer);
+        combination(launch).computed();
+        for (u64 peer : RingOrder(launch.rank(), launch.size())) combination(launch).sum_for(peer);
     }
 
-    if (!refused) combination.collect(p.tokens, p.out);
+    if (!refused) combination(launch).collect(p.tokens, p.out);
 
     for (u64 peer : RingOrder(launch.rank(), launch.size())) launch.have_read(peer, launch.agent().count());
     launch.finish();  // peers have read our tokens, weights and sums: inputs are free, outputs complete
