@@ -435,7 +435,7 @@ MUTANTS = {
     "experts: a layout of a refused call": Mutant(
         H + "experts.cuh", "expert_offsets[i] = 0;", "(void)i;", EXPERTS
     ),
-    "experts: a fault that is told twice": Mutant(
+    "experts: a fault that is not told": Mutant(
         H + "signal.cuh", "if (load_relaxed(&told.problem)) return;", "return;", EXPERTS
     ),
     "experts: tiles of a refused call": Mutant(

@@ -137,7 +137,7 @@ def test_compiles_with_the_hopper_engine(name, types, cluster):
 
 
 def experts(dtype, other, activation="none"):
-    """The macros of an operator on experts: its type, and that of results or of sums on their way."""
+    """The macros of an operator on experts: of its results or of sums on their way, too."""
     words = {"MK_TYPE": dtype, "MK_OUT_TYPE": other, "MK_TRANSFER_TYPE": other}
     return words | {"MK_ACTIVATION": activation}
 
