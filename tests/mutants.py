@@ -506,14 +506,14 @@ MUTANTS = {
     ),
     "layer: wait for what is between the products": Mutant(
         H + "activation.cuh",
-        "if (!launch_.wait(who, &plan_.finished[number]",
-        "if (!launch_.live() && !launch_.wait(who, &plan_.finished[number]",
+        "return launch_.wait(who, &plan_.finished[number]",
+        "return launch_.live() || launch_.wait(who, &plan_.finished[number]",
         LAYER,
     ),
     "layer: wait for what is between the products, sanitized": Mutant(
         H + "activation.cuh",
-        "if (!launch_.wait(who, &plan_.finished[number]",
-        "if (!launch_.live() && !launch_.wait(who, &plan_.finished[number]",
+        "return launch_.wait(who, &plan_.finished[number]",
+        "return launch_.live() || launch_.wait(who, &plan_.finished[number]",
         SANITIZED,
     ),
     "layer: parts of two experts with one signal": Mutant(
