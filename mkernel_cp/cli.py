@@ -11,6 +11,7 @@ from typing import Any
 from . import __version__
 from .bench.records import RESULTS
 from .commands import bench, compile, demo, doctor, job, run, tune
+from .moe_plan import ACTIVATIONS
 from .plan import DTYPES
 
 # What `bench` measures, and its rivals.
@@ -77,6 +78,32 @@ def _parser() -> argparse.ArgumentParser:
         run.gemm_allreduce,
         "Each rank reads some columns of A and those rows of B, gets all of C, and writes some "
         "rows of it.",
+    )
+
+    _add_experts_run(
+        operators,
+        run.moe_dispatch_gemm,
+        "tokens times the weights of the experts that they chose",
+        {"w": "weights (E, H, I) of all experts"},
+    ).add_argument(
+        "--dtype",
+        choices=[dtype.name for dtype in DTYPES],
+        help="of the rows: that of the tokens (default), or float32 where they have 16 bits",
+    )
+    _add_experts_run(
+        operators,
+        run.moe_layer,
+        "what a layer of experts makes of tokens",
+        {
+            "topk_weight": "weights (T, k) of the choices, float32, or float64 for float64",
+            "w1": "first weights (E, H, I) of all experts; for swiglu (E, H, 2 I)",
+            "w2": "second weights (E, I, N)",
+        },
+    ).add_argument(
+        "--activation",
+        choices=[name or "none" for name in ACTIVATIONS],
+        default="swiglu",
+        help="between the two products (default: swiglu)",
     )
 
     command = commands.add_parser("bench", help="measure an operator beside its alternatives")
@@ -153,6 +180,24 @@ def _add_measured(operator: Any) -> None:
     )
     operator.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES], default="bfloat16")
     operator.add_argument("--quick", action="store_true", help="only a few shapes")
+
+
+def _add_experts_run(
+    operators: Any, program: Callable[..., int], what: str, more: dict[str, str]
+) -> Any:
+    """Add an operator on experts to `run`, which takes more files than tokens and ids."""
+    operator = operators.add_parser(
+        program.__name__.replace("_", "-"),
+        help=f"{what}, of .npy files",
+        description=f"{what.capitalize()}. Each rank reads some of the tokens and some of the "
+        "experts. A 2-byte void file is bfloat16.",
+    )
+    files = {"x": "tokens (T, H)", "topk_idx": "ids (T, k) of the experts of each; -1: none"}
+    for name, words in {**files, **more}.items():
+        operator.add_argument(name, metavar=f"{name.upper()}.npy", help=words)
+    operator.add_argument("-o", "--output", required=True, metavar="Y.npy", help="where to put it")
+    operator.set_defaults(program=program)
+    return operator
 
 
 def _add_run(operators: Any, program: Callable[..., int], how: str) -> None:
