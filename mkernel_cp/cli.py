@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import __version__
+from .bench.moe import ROUTINGS
 from .bench.records import RESULTS
 from .commands import bench, compile, demo, doctor, job, run, tune
 from .moe_plan import ACTIVATIONS
@@ -22,6 +23,13 @@ _MEASURED = {
         ", PyTorch async-TP and cuBLASMp",
     ),
     "gemm-allreduce": ("the sum over ranks of A @ B", ""),
+    "moe-dispatch-gemm": ("tokens times the weights of the experts that they chose", ""),
+}
+_TUNED = tuple(name for name in _MEASURED if not name.startswith("moe"))
+
+_SHAPES = {
+    "": "rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N)",
+    "moe-dispatch-gemm": "tokens and experts (E) of all ranks, their columns, choices of a token",
 }
 
 _DESCRIPTION = """\
@@ -116,7 +124,14 @@ def _parser() -> argparse.ArgumentParser:
             f"{others}, as far as they are installed. efficiency = floor / fused, and floor is the "
             "longer of compute and transfer.",
         )
-        _add_measured(operator)
+        _add_measured(operator, name)
+        if name not in _TUNED:
+            operator.add_argument(
+                "--routing",
+                choices=ROUTINGS,
+                default=ROUTINGS[0],
+                help="whether some experts are more popular than others (default: uniform)",
+            )
         operator.add_argument(
             "--repeat",
             type=bench.repeats,
@@ -136,7 +151,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    for name, (what, _) in _MEASURED.items():
+    for name in _TUNED:
+        what, _ = _MEASURED[name]
         operator = operators.add_parser(
             name,
             help="its tiles, movers and chunks",
@@ -144,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
             "faster than the cost model's choices is kept for later calls on such GPUs with as "
             "many ranks.",
         )
-        _add_measured(operator)
+        _add_measured(operator, name)
         operator.add_argument(
             "--output",
             metavar="PATH",
@@ -168,15 +184,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_measured(operator: Any) -> None:
+def _add_measured(operator: Any, name: str) -> None:
     """Add what says which shapes are measured."""
+    keys = bench.BENCHES[name].keys
     operator.add_argument(
         "--shape",
-        type=bench.shape,
+        type=bench.shape_of(keys),
         action="append",
-        metavar="M,K,N",
-        help="rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N); may be "
-        "given several times",
+        metavar=",".join(keys),
+        help=f"{_SHAPES.get(name, _SHAPES[''])}; may be given several times",
     )
     operator.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES], default="bfloat16")
     operator.add_argument("--quick", action="store_true", help="only a few shapes")
