@@ -137,9 +137,12 @@ public:
     MK_DEVICE void send_listed(Lines to, Lines from, const u32* list, i64 lines, i64 bytes, u64* signal) {
 #if MK_BULK_COPIES
         if (Belt::fits(scratch_) && lines > 0 && bytes > 0 && Belt::takes(to, from, bytes)) {
-            for (i64 i = 0; i < lines; ++i)
-                send({to.data + i * to.pitch, to.pitch}, {from.data + list[i] * from.pitch, from.pitch}, 1, bytes,
-                     i + 1 < lines ? nullptr : signal);
+            if (launch_.agent().lane() == 0) {
+                ptx::fence_global_to_async();
+                for (i64 i = 0; i < lines; ++i)
+                    belt_.put({to.data + i * to.pitch, to.pitch}, {from.data + list[i] * from.pitch, from.pitch}, 1,
+                              bytes, i + 1 < lines ? nullptr : signal, [&](u64* of) { raise(of, Completed()); });
+            }
             return;
         }
 #endif
