@@ -63,6 +63,8 @@ NODE_RACES = ("test_thread_sanitizer.py::test_ranks_as_threads_do_not_race[node_
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
+EMULATED_DISPATCH = ("test_emulated_experts.py::test_dispatch_equals_reference",)
+EMULATED_LAYER = ("test_emulated_experts.py::test_layer_equals_reference",)
 
 
 class Mutant(NamedTuple):
@@ -530,6 +532,15 @@ MUTANTS = {
         "launch.have_read(peer, launch.agent().count());",
         "launch.have_read(peer, 1);",
         LAYER,
+    ),
+    "combination: packs that do not fit": Mutant(
+        H + "combine.cuh", "&& places % 16 == 0;", ";", COMBINED
+    ),
+    "courier: lines of a list": Mutant(
+        H + "courier.cuh", "list[i] * from.pitch", "i * from.pitch", EMULATED_LAYER
+    ),
+    "portable: rows of a list": Mutant(
+        H + "engine/portable.cuh", "operand.places[line]", "operand.places[0]", EMULATED_DISPATCH
     ),
     "queue: room": Mutant(
         H + "channel.cuh", "if (!await_slot()) return false;", "", ("test_channel.py",)

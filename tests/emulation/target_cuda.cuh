@@ -20,9 +20,7 @@
 #include <map>
 
 #undef MK_KERNEL
-#ifdef MK_ENGINE_HOPPER
-#define MK_BULK_COPIES 1
-#else
+#ifndef MK_BULK_COPIES
 #define MK_BULK_COPIES 0
 #endif
 #ifndef MK_THREADS
