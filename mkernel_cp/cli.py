@@ -24,12 +24,14 @@ _MEASURED = {
     ),
     "gemm-allreduce": ("the sum over ranks of A @ B", ""),
     "moe-dispatch-gemm": ("tokens times the weights of the experts that they chose", ""),
+    "moe-layer": ("what a layer of experts, with swiglu, makes of tokens", ""),
 }
 _TUNED = tuple(name for name in _MEASURED if not name.startswith("moe"))
 
 _SHAPES = {
-    "": "rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N)",
-    "moe-dispatch-gemm": "tokens and experts (E) of all ranks, their columns, choices of a token",
+    ("M", "K", "N"): "rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N)",
+    ("tokens", "H", "I", "E", "k"): "tokens, columns of tokens and of what an expert makes of "
+    "them, experts of all ranks, choices of a token",
 }
 
 _DESCRIPTION = """\
@@ -192,7 +194,7 @@ def _add_measured(operator: Any, name: str) -> None:
         type=bench.shape_of(keys),
         action="append",
         metavar=",".join(keys),
-        help=f"{_SHAPES.get(name, _SHAPES[''])}; may be given several times",
+        help=f"{_SHAPES[keys]}; may be given several times",
     )
     operator.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES], default="bfloat16")
     operator.add_argument("--quick", action="store_true", help="only a few shapes")

@@ -155,17 +155,18 @@ def test_sums_are_measured_beside_their_like(tmp_path, operator, dtype):
 
 
 @pytest.mark.mpi
-def test_tokens_are_measured_beside_their_like(tmp_path):
+@pytest.mark.parametrize("operator", ["moe_dispatch_gemm", "moe_layer"])
+def test_tokens_are_measured_beside_their_like(tmp_path, operator):
     path = tmp_path / "records.json"
     shape = "--shape=50,24,9,7,3"
     options = shape, "--dtype=float32", "--routing=zipf", "--repeat=1", f"--json={path}"
-    done = bench(*options, ranks=3, operator="moe-dispatch-gemm")
+    done = bench(*options, ranks=3, operator=operator.replace("_", "-"))
     assert done.returncode == 0, done.stderr
     (record,) = records.read(path)
     assert record["shape"] == {"tokens": 50, "H": 24, "I": 9, "E": 7, "k": 3}
     assert record["routing"] == "zipf"
     assert isinstance(record["unfused_ms"], float)
-    assert "moe_dispatch_gemm 50 x 24 x 9 x 7 x 3 float32 zipf" in done.stdout
+    assert f"{operator} 50 x 24 x 9 x 7 x 3 float32 zipf" in done.stdout
 
 
 def test_a_route_says_who_sends_what():
@@ -174,7 +175,8 @@ def test_a_route_says_who_sends_what():
     route = moe.Route(ids, (3, 1), 4, 1)
     assert route.offsets.tolist() == [0, 3, 5]
     assert route.row_tokens.tolist() == [0, 1, 3, 1, 3]
-    assert (route.capacity, route.landing) == (5, 2)
+    assert (route.capacity, route.landing) == (5, [0, 2])
+    assert route.returning == [2, 0]
     assert (route.sent_counts, route.received_counts) == ([0, 2], [3, 2])
     assert route.sent.tolist() == [0, 0]
     # Tokens 0 and 1 for the first expert, 1 for the second, then those of this rank.

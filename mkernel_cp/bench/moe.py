@@ -1,18 +1,20 @@
-"""`moe_dispatch_gemm` beside grouped GEMMs alone, and behind an all-to-all."""
+"""The operators on experts beside grouped GEMMs alone, and between all-to-alls."""
 
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .. import reference
 from ..operators.moe_dispatch_gemm import MoeDispatchGemm, moe_dispatch_gemm
+from ..operators.moe_layer import MoeLayer, moe_layer
 from ..reference import array_split_counts
 from . import baselines
 from .operator import OperatorBench, Sample, Shape, Way
+from .timing import Call
 
 ROUTINGS = ("uniform", "zipf")
 """Whether all experts are as popular, or expert e in proportion to 1 / (1 + e)."""
@@ -26,7 +28,7 @@ QUICK_SHAPES = {name: shapes[:1] for name, shapes in SHAPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """One set of what `moe_dispatch_gemm` takes and gives, and the same in other orders.
+    """One set of what an operator takes and gives, and the same in other orders.
 
     Attributes
     ----------
@@ -34,7 +36,9 @@ class Operands:
         This rank's tokens, where peers can read them.
     ids : array (T_r, k)
     w : array (E_r, H, I)
+        For a layer (E_r, H, 2 I).
     out : array (capacity, I)
+        For a layer room for (capacity, 2 I).
     rows : array (rows, H)
         The tokens of this rank's experts, in the order of the result.
     experts : array (rows, 1)
@@ -49,6 +53,30 @@ class Operands:
     rows: Any
     experts: Any
     route: "Route"
+    layer: "LayerOperands | None" = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOperands:
+    """What `moe_layer` takes and gives besides.
+
+    Attributes
+    ----------
+    weights : array (T_r, k)
+        Numbers that 16 bits hold.
+    ones : array (rows, 1)
+    w2 : array (E_r, I, H)
+    hidden : array (rows, I)
+    made : array (rows, H)
+    out : array (T_r, H)
+    """
+
+    weights: Any
+    ones: Any
+    w2: Any
+    hidden: Any
+    made: Any
+    out: Any
 
 
 class Route:
@@ -56,7 +84,7 @@ class Route:
 
     Attributes
     ----------
-    ids : array (T, k)
+    experts : int
         Of all ranks.
     tokens : tuple of int
         Of each rank.
@@ -66,14 +94,16 @@ class Route:
         Of all tokens, that of each row.
     capacity : int
         The most rows of a rank.
-    landing : int
-        The most tokens that come to a rank from others.
+    landing, returning : list of int
+        How many tokens come to each rank from others, and then how many sums for its own.
     sent : array
         This rank's tokens in the order of experts, as often as they are wanted.
     sent_counts, received_counts : list of int
         Of these, how many go to each rank, and come from each.
-    order : array
-        Of what comes in the order of ranks and experts, that of the rows.
+    order, back : array
+        Of what comes in the order of ranks and experts, that of the rows; and the other way.
+    returned : array
+        Where each slot of each of this rank's tokens is in `sent`.
     """
 
     def __init__(self, ids: np.ndarray, tokens: tuple[int, ...], experts: int, rank: int):
@@ -86,15 +116,17 @@ class Route:
         here = np.flatnonzero(owner.ravel() == rank)
         local = ids.ravel()[here] - first
         by_expert = np.argsort(local, kind="stable")  # rows are in the order of source and token
-        self.ids, self.tokens = ids, tokens
+        self.experts, self.tokens = experts, tokens
         self.offsets = np.cumsum([0, *np.bincount(local, minlength=counts[rank])])
         self.row_tokens = here[by_expert] // slots
         self.row_experts = local[by_expert]
         self.capacity = int(np.bincount(owner.ravel(), minlength=ranks).max())
-        wanted = [(owner == r).any(axis=1) & (source != r) for r in range(ranks)]
-        self.landing = int(max(w.sum() for w in wanted))
+        wanted = np.array([(owner == r).any(axis=1) & (source != r) for r in range(ranks)])
+        self.landing = wanted.sum(axis=1).tolist()
+        self.returning = [int(wanted[:, source == r].sum()) for r in range(ranks)]
         own = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
-        self.sent = np.argsort(ids[own].ravel(), kind="stable") // slots
+        pairs = np.argsort(ids[own].ravel(), kind="stable")
+        self.sent, self.returned = pairs // slots, np.argsort(pairs)
         self.sent_counts = np.bincount(owner[own].ravel(), minlength=ranks).tolist()
         sources = source[here // slots]
         self.received_counts = np.bincount(sources, minlength=ranks).tolist()
@@ -102,6 +134,7 @@ class Route:
         place = np.empty_like(arrived)
         place[arrived] = np.arange(len(arrived))
         self.order = place[by_expert]
+        self.back = np.argsort(self.order)
 
 
 def choose(tokens: int, experts: int, slots: int, routing: str) -> np.ndarray:
@@ -112,34 +145,61 @@ def choose(tokens: int, experts: int, slots: int, routing: str) -> np.ndarray:
     return np.argsort(-scores, axis=1)[:, :slots].astype(np.int64)
 
 
-class TorchGrouped:
-    """The grouped GEMM of PyTorch."""
+class NumpyMath:
+    """What lies between the products of a layer; it also says what such a library does."""
+
+    def gate(self, both: Any, hidden: Any) -> None:
+        """Write silu(gate) * up, which lie side by side."""
+        gate, up = (x.astype(np.float32) for x in np.split(both, 2, axis=1))
+        hidden[...] = gate / (1 + np.exp(-gate)) * up
+
+    def add(self, rows: Any, weights: Any, out: Any) -> None:
+        """Write the weighted sums of the rows of each token, which follow each other."""
+        wide = rows.reshape(*weights.shape, out.shape[1]).astype(weights.dtype)
+        out[...] = (wide * weights[..., None]).sum(axis=1)
+
+
+class TorchMath:
+    """PyTorch."""
 
     def __init__(self) -> None:
         self._torch = torch = importlib.import_module("torch")
         self._cuda = importlib.import_module("cupy").cuda
         self._device = torch.device("cuda", self._cuda.runtime.getDevice())
 
-    def prepare(self, one: Operands) -> Callable[[], Any]:
-        """Return what multiplies; its result is an array of integers, bit by bit."""
-        torch, offsets = self._torch, one.route.offsets[1:].astype(np.int32)
-        a, b = self._tensor(one.rows), self._tensor(one.w)
-        ends = torch.as_tensor(offsets, device=self._device)
-        stream = torch.cuda.ExternalStream(self._cuda.get_current_stream().ptr, device=self._device)
+    def grouped(self, a: Any, b: Any, offsets: np.ndarray) -> Callable[[], Any]:
+        """Return what multiplies groups of rows; its result is an array of integers."""
+        torch, a, b = self._torch, self._tensor(a), self._tensor(b)
+        ends = torch.as_tensor(offsets[1:].astype(np.int32), device=self._device)
 
         def call() -> Any:
-            with torch.cuda.stream(stream):
+            with self._on_current_stream():
                 return torch._grouped_mm(a, b, offs=ends).view(torch.int16)
 
         return call
+
+    def gate(self, both: Any, hidden: Any) -> None:
+        gate, up = self._tensor(both).chunk(2, 1)
+        with self._on_current_stream():
+            self._torch.mul(self._torch.nn.functional.silu(gate), up, out=self._tensor(hidden))
+
+    def add(self, rows: Any, weights: Any, out: Any) -> None:
+        to, factors = self._tensor(out), self._torch.as_tensor(weights, device=self._device)
+        groups = self._tensor(rows).view(*factors.shape, to.shape[1])
+        with self._on_current_stream():
+            self._torch.bmm(factors.to(groups.dtype)[:, None], groups, out=to[:, None])
+
+    def _on_current_stream(self) -> Any:
+        stream = self._cuda.get_current_stream().ptr
+        return self._torch.cuda.stream(self._torch.cuda.ExternalStream(stream, device=self._device))
 
     def _tensor(self, array: Any) -> Any:
         bits = self._torch.as_tensor(array.view("i2"), device=self._device)
         return bits.view(getattr(self._torch, array.dtype.name))
 
 
-class MoeDispatchGemmBench(OperatorBench):
-    """`moe_dispatch_gemm`: tokens and experts are those of all ranks.
+class ExpertsBench(OperatorBench):
+    """What both have in common: tokens and experts are those of all ranks.
 
     Parameters
     ----------
@@ -147,7 +207,6 @@ class MoeDispatchGemmBench(OperatorBench):
         One of `ROUTINGS`.
     """
 
-    operator = "moe_dispatch_gemm"
     keys = _KEYS
     shapes, quick_shapes = SHAPES, QUICK_SHAPES
 
@@ -155,7 +214,8 @@ class MoeDispatchGemmBench(OperatorBench):
         self._routing = routing
         super().__init__(*args)
         host = self._comm.target == "host"
-        self._grouped = "needs GPUs" if host else self._attempt(TorchGrouped)
+        self._torch = "needs GPUs" if host else self._attempt(TorchMath)
+        self._math = NumpyMath() if host else self._torch
 
     def _communication(self) -> Any:
         return baselines.exchange_for(self._comm)
@@ -166,6 +226,91 @@ class MoeDispatchGemmBench(OperatorBench):
         if not isinstance(grouped, str) and not isinstance(found["compute_ms"], str):
             found["compute_ms"] = min(grouped, found["compute_ms"])  # the faster library
         return found
+
+    def _num_experts(self, one: Operands) -> int:
+        return sum(self._comm.agree("how many experts there are", lambda: len(one.w)))
+
+    def _way(self, missing: Any, prepare: Callable[[], Call], sample: Sample) -> Way:
+        """Return a way, unless words say why there is none."""
+        return Way(missing if isinstance(missing, str) else prepare, sample)
+
+    @staticmethod
+    def _rows(out: Any, one: Operands) -> Any:
+        return out[: len(one.rows)]
+
+    def _products(self, rows: Any, w: Any, out: Any, route: Route) -> Any:
+        """Multiply expert by expert, whose numbers of rows the host knows."""
+        borders = zip(route.offsets[:-1], route.offsets[1:], strict=True)
+        for expert, (first, end) in enumerate(borders):
+            if end > first:
+                self._gemm(rows[first:end], w[expert], out[first:end])
+        return out
+
+    def _dispatch(self, route: Route, columns: int) -> Callable[[Operands], Any]:
+        """Return what sends copies of tokens and gives them in the order of the rows."""
+        xp, empty = self._numpy, self._machine.empty
+        sent, order = xp.asarray(route.sent), xp.asarray(route.order)
+        ordered = empty((len(route.sent), columns), self._dtype)
+        arrived, rows = (empty((len(route.order), columns), self._dtype) for _ in range(2))
+
+        def run(one: Operands) -> Any:
+            _take(xp, one.x, sent, ordered)
+            self._library(ordered, route.sent_counts, arrived, route.received_counts)
+            _take(xp, arrived, order, rows)
+            return rows
+
+        return run
+
+    def _products_sample(self, rows: Any, w: Any, out: Any, route: Route) -> Sample:
+        """Return what to look at: rows at the borders of experts too, and some columns."""
+        offsets, every = route.offsets, slice(None)
+        some, columns = self._some(out[: len(rows)], offsets)
+        owners = np.searchsorted(offsets[1:], self._machine.asnumpy(some), side="right")
+        a, parts = self._picked(rows, some, every), []
+        for expert in np.unique(owners):
+            b = self._picked(w[expert], every, columns)
+            parts.append(reference.allgather_gemm([a[owners == expert]], b))
+        value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))
+        return Sample(out, some, columns, reference.Expected(value, bound, self._dtype))
+
+    def _operands(self, tokens: int, h: int, i: int, experts: int, k: int, number: int) -> Operands:
+        """Return random operands; every rank can make the tokens and the experts of all."""
+        comm, machine, xp = self._comm, self._machine, self._numpy
+        counts, seed = comm.row_counts(tokens), 1_000_000 * (1 + number)
+        ids = choose(tokens, experts, k, self._routing)
+        route = Route(ids, counts, experts, comm.rank)
+        whole = machine.empty((tokens, h), self._dtype)
+        for rank, count in enumerate(counts):
+            if count:
+                first = sum(counts[:rank])
+                machine.copy(whole[first : first + count], self._normal(seed + rank, (count, h)))
+        x = comm.empty((counts[comm.rank], h), self._dtype)
+        machine.copy(x, whole[comm.rows(tokens)])
+        own = comm.rows(experts)
+        w = machine.empty((own.stop - own.start, h, i), self._dtype)
+        for local, expert in enumerate(range(own.start, own.stop)):
+            machine.copy(w[local], self._expert(number, expert, (h, i)))
+        rows = machine.empty((len(route.row_tokens), h), self._dtype)
+        _take(xp, whole, xp.asarray(route.row_tokens), rows)
+        return Operands(
+            x,
+            machine.asarray(ids[comm.rows(tokens)], None),
+            w,
+            machine.empty((route.capacity, i), self._dtype),
+            rows,
+            machine.asarray(route.row_experts[:, None], None),
+            route,
+        )
+
+    def _expert(self, number: int, expert: int, shape: tuple[int, int], second: int = 0) -> Any:
+        """Return the first or the second weights of an expert, of any rank."""
+        return self._normal(1_000_000 * (1 + number) + 1000 + 2 * expert + second, shape)
+
+
+class MoeDispatchGemmBench(ExpertsBench):
+    """`moe_dispatch_gemm`."""
+
+    operator = "moe_dispatch_gemm"
 
     def _small_calls(self) -> dict[str, Callable[[], Any]]:
         comm, (tokens, h, i, experts, k) = self._comm, _SMALL
@@ -180,8 +325,8 @@ class MoeDispatchGemmBench(OperatorBench):
 
     @contextlib.contextmanager
     def _steps(self, one: Operands) -> Iterator[tuple[Any, Any]]:
-        capacity, experts = len(one.out), self._comm.agree("experts", lambda: len(one.w))
-        asked = {"num_experts": sum(experts), "max_tokens": max(one.route.tokens)}
+        capacity = len(one.out)
+        asked = {"num_experts": self._num_experts(one), "max_tokens": max(one.route.tokens)}
         with (
             MoeDispatchGemm(
                 *(one.x, one.ids, one.w), comm=self._comm, capacity=capacity, **asked
@@ -193,7 +338,8 @@ class MoeDispatchGemmBench(OperatorBench):
             yield fused, engine
 
     def _ways(self, sets: Sequence[Operands], fused: Any, engine: Any) -> dict[str, Way]:
-        sample = self._sample(sets[0])
+        one = sets[0]
+        sample = self._products_sample(one.rows, one.w, one.out, one.route)
         layouts = fused(*self._own(sets[0]))[1], engine(*self._alike(sets[0]))[1]
 
         def fused_call(one: Operands) -> Any:
@@ -203,24 +349,18 @@ class MoeDispatchGemmBench(OperatorBench):
             return self._rows(engine(*self._alike(one), out=(one.out, layouts[1]))[0], one)
 
         runs = {
-            "compute_ms": lambda one: self._products(one.rows, one),
+            "compute_ms": lambda one: self._multiplied(one.rows, one),
             "engine_ms": engine_call,
             "fused_ms": fused_call,
         }
         ways = {name: Way(self._in_turn(sets, run), sample) for name, run in runs.items()}
-        grouped, exchange = self._grouped, self._library
-        ways["grouped_ms"] = Way(
-            grouped if isinstance(grouped, str) else lambda: self._in_grouped(sets), sample
-        )
-        ways["unfused_ms"] = Way(
-            exchange if isinstance(exchange, str) else lambda: self._unfused(sets), sample
-        )
-        return ways
+        return ways | {
+            "grouped_ms": self._way(self._torch, lambda: self._in_groups(sets), sample),
+            "unfused_ms": self._way(self._library, lambda: self._unfused(sets), sample),
+        }
 
     def _bytes_in(self, one: Operands, shape: Shape) -> int:
-        return one.route.landing * shape[1] * self._dtype.itemsize
-
-    # --- ways to do it ----------------------------------------------------------------------------
+        return max(one.route.landing) * shape[1] * self._dtype.itemsize
 
     @staticmethod
     def _own(one: Operands) -> tuple[Any, Any, Any]:
@@ -230,80 +370,188 @@ class MoeDispatchGemmBench(OperatorBench):
     def _alike(one: Operands) -> tuple[Any, Any, Any]:
         return one.rows, one.experts, one.w
 
-    @staticmethod
-    def _rows(out: Any, one: Operands) -> Any:
-        return out[: len(one.rows)]
+    def _multiplied(self, rows: Any, one: Operands) -> Any:
+        return self._products(rows, one.w, self._rows(one.out, one), one.route)
 
-    def _products(self, rows: Any, one: Operands) -> Any:
-        """Multiply expert by expert, whose numbers of rows the host knows."""
-        for expert, (first, end) in enumerate(
-            zip(one.route.offsets[:-1], one.route.offsets[1:], strict=True)
-        ):
-            if end > first:
-                self._gemm(rows[first:end], one.w[expert], one.out[first:end])
-        return self._rows(one.out, one)
-
-    def _in_grouped(self, sets: Sequence[Operands]) -> Callable[[int], Any]:
-        calls = [self._grouped.prepare(one) for one in sets]
+    def _in_groups(self, sets: Sequence[Operands]) -> Call:
+        calls = [self._torch.grouped(one.rows, one.w, one.route.offsets) for one in sets]
         return lambda number: calls[number % len(calls)]()
 
-    def _unfused(self, sets: Sequence[Operands]) -> Callable[[int], Any]:
-        """Return the call that sends copies of tokens in order, and then multiplies."""
-        route, xp = sets[0].route, self._numpy
-        sent, order = xp.asarray(route.sent), xp.asarray(route.order)
-        ordered = self._machine.empty((len(route.sent), sets[0].x.shape[1]), self._dtype)
-        arrived, rows = (self._machine.empty(sets[0].rows.shape, self._dtype) for _ in range(2))
+    def _unfused(self, sets: Sequence[Operands]) -> Call:
+        dispatch = self._dispatch(sets[0].route, sets[0].x.shape[1])
+        return self._in_turn(sets, lambda one: self._multiplied(dispatch(one), one))()
+
+
+class MoeLayerBench(ExpertsBench):
+    """`moe_layer` with swiglu, whose results have as many columns as its tokens."""
+
+    operator = "moe_layer"
+
+    def _small_calls(self) -> dict[str, Callable[[], Any]]:
+        comm, (tokens, h, i, experts, k) = self._comm, _SMALL
+        one = self._operands(comm.size * tokens, h, i, comm.size * experts, k, 0)
+        own, out = self._own(one), one.layer.out
+        asked = {"comm": comm, "capacity": len(one.out)}
+        step = MoeLayer(*own, **asked)
+        return {
+            "class": lambda: step(*own, out=out),
+            "function": lambda: moe_layer(*own, **asked, out=out),
+        }
+
+    @contextlib.contextmanager
+    def _steps(self, one: Operands) -> Iterator[tuple[Any, Any]]:
+        capacity = len(one.out)
+        asked = {"num_experts": self._num_experts(one), "max_tokens": max(one.route.tokens)}
+        with (
+            MoeLayer(*self._own(one), comm=self._comm, capacity=capacity, **asked) as fused,
+            MoeLayer(*self._alike(one), comm=self._alone, capacity=capacity) as engine,
+        ):
+            yield fused, engine
+
+    def _ways(self, sets: Sequence[Operands], fused: Any, engine: Any) -> dict[str, Way]:
+        first, layer = sets[0], sets[0].layer
+        products = self._products_sample(layer.hidden, layer.w2, layer.made, first.route)
+        alone, summed, roughly = self._samples(first)
+        missing = next((x for x in (self._library, self._math) if isinstance(x, str)), None)
+        runs = {
+            "compute_ms": (self._two_products, products),
+            "engine_ms": (lambda one: engine(*self._alike(one), out=one.layer.made), alone),
+            "fused_ms": (lambda one: fused(*self._own(one), out=one.layer.out), summed),
+        }
+        ways = {name: Way(self._in_turn(sets, run), sample) for name, (run, sample) in runs.items()}
+        return ways | {
+            "grouped_ms": self._way(self._torch, lambda: self._in_groups(sets), products),
+            "unfused_ms": self._way(missing, lambda: self._unfused(sets), roughly),
+        }
+
+    def _bytes_in(self, one: Operands, shape: Shape) -> int:
+        both = zip(one.route.landing, one.route.returning, strict=True)
+        return max(map(sum, both)) * shape[1] * self._dtype.itemsize
+
+    @staticmethod
+    def _own(one: Operands) -> tuple[Any, ...]:
+        return one.x, one.ids, one.layer.weights, one.w, one.layer.w2
+
+    @staticmethod
+    def _alike(one: Operands) -> tuple[Any, ...]:
+        return one.rows, one.experts, one.layer.ones, one.w, one.layer.w2
+
+    def _two_products(self, one: Operands) -> Any:
+        """Multiply twice, the second time something else than the activation of the first."""
+        layer = one.layer
+        self._products(one.rows, one.w, self._rows(one.out, one), one.route)
+        return self._products(layer.hidden, layer.w2, layer.made, one.route)
+
+    def _in_groups(self, sets: Sequence[Operands]) -> Call:
+        calls = []
+        for one in sets:
+            factors = (one.rows, one.w), (one.layer.hidden, one.layer.w2)
+            calls.append([self._torch.grouped(*pair, one.route.offsets) for pair in factors])
 
         def call(number: int) -> Any:
-            one = sets[number % len(sets)]
-            _take(xp, one.x, sent, ordered)
-            self._library(ordered, route.sent_counts, arrived, route.received_counts)
-            _take(xp, arrived, order, rows)
-            return self._products(rows, one)
+            first, second = calls[number % len(calls)]
+            first()
+            return second()
 
         return call
 
-    # --- operands and results ---------------------------------------------------------------------
+    def _unfused(self, sets: Sequence[Operands]) -> Call:
+        route, columns, xp = sets[0].route, sets[0].x.shape[1], self._numpy
+        dispatch, empty = self._dispatch(route, columns), self._machine.empty
+        back, returned = xp.asarray(route.back), xp.asarray(route.returned)
+        hidden = empty(sets[0].layer.hidden.shape, self._dtype)
+        arranged = empty(sets[0].layer.made.shape, self._dtype)
+        home, gathered = (empty((len(route.sent), columns), self._dtype) for _ in range(2))
+
+        def run(one: Operands) -> Any:
+            layer = one.layer
+            both = self._products(dispatch(one), one.w, self._rows(one.out, one), route)
+            self._math.gate(both, hidden)
+            self._products(hidden, layer.w2, layer.made, route)
+            _take(xp, layer.made, back, arranged)
+            self._library(arranged, route.received_counts, home, route.sent_counts)
+            _take(xp, home, returned, gathered)
+            self._math.add(gathered, layer.weights, layer.out)
+            return layer.out
+
+        return self._in_turn(sets, run)()
 
     def _operands(self, tokens: int, h: int, i: int, experts: int, k: int, number: int) -> Operands:
-        """Return random operands; every rank can make the tokens of all."""
-        comm, machine, xp = self._comm, self._machine, self._numpy
-        counts, seed = comm.row_counts(tokens), 1000 * (1 + number)
-        ids = choose(tokens, experts, k, self._routing)
-        route = Route(ids, counts, experts, comm.rank)
-        whole = machine.empty((tokens, h), self._dtype)
-        for rank, rows in enumerate(counts):
-            if rows:
-                first = sum(counts[:rank])
-                machine.copy(whole[first : first + rows], self._normal(seed + rank, (rows, h)))
-        x = comm.empty((counts[comm.rank], h), self._dtype)
-        machine.copy(x, whole[comm.rows(tokens)])
-        own_experts = array_split_counts(experts, comm.size)[comm.rank]
-        w = self._normal(seed + comm.size + comm.rank, (own_experts * h, i))
-        rows = machine.empty((len(route.row_tokens), h), self._dtype)
-        _take(xp, whole, xp.asarray(route.row_tokens), rows)
-        return Operands(
-            x,
-            machine.asarray(ids[comm.rows(tokens)], None),
-            w.reshape(own_experts, h, i),
-            machine.empty((route.capacity, i), self._dtype),
-            rows,
-            machine.asarray(route.row_experts[:, None], None),
-            route,
+        """Return random operands; every rank can make the tokens and the experts of all."""
+        one = super()._operands(tokens, h, 2 * i, experts, k, number)
+        machine, rows, seed = self._machine, len(one.rows), 1_000_000 * (1 + number) + 900
+        wide = reference.accumulator_dtype(self._dtype)
+        random = np.random.default_rng([seed, self._comm.rank])
+        weights = random.integers(1, 257, one.ids.shape) / 256
+        w2 = machine.empty((len(one.w), i, h), self._dtype)
+        first = self._comm.rows(experts).start
+        for local in range(len(w2)):
+            machine.copy(w2[local], self._expert(number, first + local, (i, h), 1))
+        layer = LayerOperands(
+            machine.asarray(weights.astype(wide), None),
+            machine.asarray(np.ones((rows, 1), wide), None),
+            w2,
+            self._normal(seed + self._comm.rank, (rows, i)),
+            machine.empty((rows, h), self._dtype),
+            machine.empty(one.x.shape, self._dtype),
         )
+        return replace(one, layer=layer)
 
-    def _sample(self, one: Operands) -> Sample:
-        """Return what to look at: rows at the borders of experts too, and some columns."""
-        offsets, every = one.route.offsets, slice(None)
-        rows, columns = self._some(self._rows(one.out, one), offsets)
-        owners = np.searchsorted(offsets[1:], self._machine.asnumpy(rows), side="right")
-        a, parts = self._picked(one.rows, rows, every), []
-        for expert in np.unique(owners):
-            b = self._picked(one.w[expert], every, columns)
-            parts.append(reference.allgather_gemm([a[owners == expert]], b))
-        value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))
-        expected = reference.Expected(value, bound, self._dtype)
-        return Sample(one.out, rows, columns, expected)
+    def _samples(self, one: Operands) -> tuple[Sample, Sample, Sample]:
+        """Return what to look at of this rank's experts, of the sums, and of those of libraries.
+
+        They round some of what lies between.
+        """
+        layer, first = one.layer, self._comm.rows(one.route.experts).start
+        own = self._layer_sample(one, one.rows, one.experts + first, layer.ones, layer.made, None)
+        rank = self._comm.rank
+        sums = self._layer_sample(one, one.x, one.ids, layer.weights, layer.out, rank)
+        right = sums.expected
+        roughly = reference.Expected(right.value, 8 * right.bound, self._dtype)
+        return own, sums, replace(sums, expected=roughly)
+
+    def _layer_sample(
+        self, one: Operands, x: Any, ids: Any, weights: Any, out: Any, rank: int | None
+    ) -> Sample:
+        """Return the sums of the first and the last token; without a rank, as one alone has them.
+
+        Of each rank's experts only those are made that these tokens chose.
+        """
+        ranks, here = (1, 0) if rank is None else (self._comm.size, rank)
+        rows = self._numpy.asarray(np.unique([0, len(out) - 1])[: len(out)])
+        _, columns = self._some(out, [])
+        chosen = self._machine.asnumpy(ids[rows])
+        ends = np.cumsum(array_split_counts(one.route.experts, ranks))
+        owners = np.searchsorted(ends, chosen, side="right")
+        lists = [np.unique(chosen[owners == r]).tolist() for r in range(ranks)]
+        most = max(1, *map(len, lists))
+        named = np.zeros_like(chosen)
+        for r, experts in enumerate(lists):
+            for place, expert in enumerate(experts):
+                named[chosen == expert] = r * most + place
+        shapes = (x.shape[1], 2 * one.layer.w2.shape[1]), one.layer.w2.shape[1:]
+        factors = [
+            [self._factors(experts, most, shape, second) for experts in lists]
+            for second, shape in enumerate(shapes)
+        ]
+        found = self._machine.asnumpy(columns)
+        factors[1] = [np.ascontiguousarray(block[..., found]) for block in factors[1]]
+        tokens = self._picked(x, rows, slice(None))
+        expected = reference.moe_layer(
+            [tokens if r == here else tokens[:0] for r in range(ranks)],
+            [named if r == here else named[:0] for r in range(ranks)],
+            *(self._machine.asnumpy(weights[rows]), *factors, here, ranks * most, "swiglu"),
+        )
+        return Sample(out, rows, columns, expected)
+
+    def _factors(
+        self, experts: list[int], most: int, shape: tuple[int, int], second: int
+    ) -> np.ndarray:
+        """Return weights of some experts of the first set, and zeros for more."""
+        found = np.zeros((most, *shape), self._dtype)
+        for place, expert in enumerate(experts):
+            found[place] = self._machine.asnumpy(self._expert(0, expert, shape, second))
+        return found
 
 
 def _take(xp: Any, rows: Any, index: Any, to: Any) -> None:

@@ -28,7 +28,7 @@ KEYS = (
 )
 _SHAPE_KEYS = {
     **dict.fromkeys(("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"), ("M", "K", "N")),
-    "moe_dispatch_gemm": ("tokens", "H", "I", "E", "k"),
+    **dict.fromkeys(("moe_dispatch_gemm", "moe_layer"), ("tokens", "H", "I", "E", "k")),
 }
 _HOST_KEYS = ("class", "function")
 _ALWAYS_MEASURED = ("compute_ms", "engine_ms", "fused_ms")

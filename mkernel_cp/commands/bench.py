@@ -11,7 +11,7 @@ import numpy as np
 from .. import __version__
 from ..bench import records
 from ..bench.allgather_gemm import AllGatherGemmBench
-from ..bench.moe import MoeDispatchGemmBench
+from ..bench.moe import MoeDispatchGemmBench, MoeLayerBench
 from ..bench.operator import OperatorBench
 from ..bench.reductions import GemmAllReduceBench, GemmReduceScatterBench
 from ..communicator import Communicator
@@ -25,6 +25,7 @@ BENCHES: dict[str, type[OperatorBench]] = {
         GemmReduceScatterBench,
         GemmAllReduceBench,
         MoeDispatchGemmBench,
+        MoeLayerBench,
     )
 }
 _TARGETS = {
