@@ -55,19 +55,18 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
         if (plan.split.movers == 0 && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
         Routing routing(launch, plan.routing);
         TokenLanding landing(launch, plan.routing, plan.landing, p.origins.expert_offsets);
-        // Who never learns where the experts' rows are leaves NaN everywhere.
+        // Who never learns where the experts' rows are leaves NaN everywhere. Of a refused call there are none.
         const bool known = routing.await();
         const i64* offsets = known ? p.origins.expert_offsets : plan.whole;
         const u64 experts = known ? plan.experts : 1;
         const ExpertTiles in_order(offsets, experts, plan.n, plan.tile, known ? launch.member() : 0,
                                    known ? launch.members() : 1);
-        if (!known || !routing.refused())
-            engine::gemm<Type>(
-                launch, in_order, plan.tile, plan.h,
-                /* source */ [&](Tile t) { return landing.rows(t); }, MatrixStack{p.w, p.w_stride},
-                /* gate   */ [&](const Agent& who, Tile t, Range) { return landing.wait(who, t); },
-                /* sink   */ Store<OutType>(p.rows, offsets, experts),
-                /* meanwhile */ [](Launch self, Scratch) { return self.live(); });
+        engine::gemm<Type>(
+            launch, in_order, plan.tile, plan.h,
+            /* source */ [&](Tile t) { return landing.rows(t); }, MatrixStack{p.w, p.w_stride},
+            /* gate   */ [&](const Agent& who, Tile t, Range) { return landing.wait(who, t); },
+            /* sink   */ Store<OutType>(p.rows, offsets, experts),
+            /* meanwhile */ [](Launch self, Scratch) { return self.live(); });
     }
 
     launch.finish();  // peers have read our tokens: inputs are free, outputs complete

@@ -440,9 +440,6 @@ MUTANTS = {
     "experts: a fault that is not told": Mutant(
         H + "signal.cuh", "if (load_relaxed(&told.problem)) return;", "return;", EXPERTS
     ),
-    "experts: tiles of a refused call": Mutant(
-        "moe_dispatch_gemm.cu", "if (!known || !routing.refused())", "if (true)", EXPERTS
-    ),
     "experts: inputs that are free too early": Mutant(
         "moe_dispatch_gemm.cu",
         "        if (routing.await() && !routing.refused()) {",
