@@ -145,9 +145,7 @@ def experts(dtype, other, activation="none"):
 EXPERTS = [
     ("moe_dispatch_gemm", "sm_80", experts("bfloat16", "bfloat16")),
     ("moe_dispatch_gemm", "sm_90a", experts("float16", "float")),
-    ("moe_dispatch_gemm", "sm_90a", experts("double", "double")),
     ("moe_combine", "sm_80", experts("float16", "float")),
-    ("moe_combine", "sm_90a", experts("double", "double")),
     ("moe_layer", "sm_80", experts("float", "float", "gelu")),
     ("moe_layer", "sm_90a", {}),
 ]
