@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import errors, failure, lifetime, settings, structs, tuning
+from . import errors, lifetime, settings, structs, tuning
 from .failure import Awaited, Reason, Role
 from .host_pages import (
     ANNOUNCED,
@@ -996,18 +996,9 @@ class Communicator:
 
         All ranks do, each by itself, and none leaves out a call for it: so they stay in step.
         """
-        error = self._fault()
+        error = lifetime.fault_in(self._pages[self.rank])
         if error is not None:
             raise error
-
-    def _fault(self) -> ValueError | None:
-        page = self._pages[self.rank]
-        fault = page.words.fault
-        if not fault.problem:
-            return None
-        error = failure.of_data(fault, page.text(fault.generation))
-        fault.problem = 0
-        return error
 
     def _post(self, generation: int, progress: int, digest: int = 0) -> None:
         """Tell all ranks what this host does in a generation in place of a launch.
@@ -1121,7 +1112,7 @@ class Communicator:
             if self._depth > 1:
                 raise errors.ConcurrentCallError("close() within a call of this communicator")
             self._wait_for_all()
-            pending = self._pending() or self._fault()
+            pending = self._pending() or lifetime.fault_in(self._pages[self.rank])
             self._end.reported = True
             self._dismantle()
             return pending

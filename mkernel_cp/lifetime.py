@@ -37,6 +37,16 @@ def failure_in(pages: Sequence[HostPage], rank: int) -> errors.Error | None:
     return failure.build(origin, record, texts)
 
 
+def fault_in(page: HostPage) -> ValueError | None:
+    """Return what a kernel of this rank has found wrong with the data of a call, once."""
+    fault = page.words.fault
+    if not fault.problem:
+        return None
+    error = failure.of_data(fault, page.text(fault.generation))
+    fault.problem = 0
+    return error
+
+
 class Lost:
     """What the watcher does about a lost peer; holds no communicator, so it keeps none alive."""
 
@@ -81,7 +91,7 @@ class End:
         with contextlib.suppress(errors.Error):
             self._machine.wait()
         # What peers meet from here on is their failure, not this rank's.
-        error = failure_in(self._pages, self._rank)
+        error = failure_in(self._pages, self._rank) or fault_in(self._pages[self._rank])
         if error is not None and not self.reported:
             _unreported.append(f"{type(error).__name__}: {error}")
         # Peers see that it has closed before they see its sockets end.

@@ -21,6 +21,7 @@ from mkernel_cp.moe_plan import (
     dispatch_tile,
     plan_moe_dispatch_gemm,
 )
+from mkernel_cp.plan import Gpu
 
 
 def cases(world):
@@ -418,6 +419,21 @@ def test_plans_are_saved_and_choose_the_same_again(tmp_path):
     for part in ("rank 1 of 3", "2 of 7 experts", "2 movers", "chunks of 7", "120 rows"):
         assert part in plan.explain()
     assert plan.memory > 3 * 20 * 16 * 4
+
+
+def test_plans_for_gpus():
+    gpu, half = Gpu("sm_90a", 132, 227 << 10), np.dtype("f2")
+    large = {"ranks": 4, "h": 7168, "n": 2048, "experts": 256, "slots": 8, "max_tokens": 8192}
+    asked, none = dispatch(**large, dtype=half, out_dtype=half), mk.Options()
+    tile = dispatch_tile(0, asked, none, gpu)
+    plan = plan_moe_dispatch_gemm(0, asked, tile, none, 132)
+    assert (plan.target, plan.engine, plan.split) == ("cuda", "portable", (20, 112))
+    assert asked.sort_bytes < plan.shared_bytes <= gpu.shared_bytes
+    assert plan_moe_dispatch_gemm(0, dispatch(ranks=1), tile, none, 132).split[0] > 0
+    with pytest.raises(ValueError, match="use at least one mover"):
+        plan_moe_dispatch_gemm(0, asked, tile, mk.Options((0, 8)), 132)
+    with pytest.raises(ValueError, match="9000 experts: to sort by them takes"):
+        dispatch_tile(0, dispatch(experts=9000), none, gpu)
 
 
 def test_the_most_tokens_are_those_of_the_first_call():
