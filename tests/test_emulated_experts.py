@@ -1,6 +1,7 @@
 """The operators on experts for GPUs, where there is no GPU."""
 
 import contextlib
+import functools
 import threading
 
 import emulated
@@ -23,8 +24,11 @@ def compiled(kernels, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def on(monkeypatch):
-    """Ranks of `worlds.run` get GPUs: those of one kind, or of another that a test asks for."""
-    run = worlds.run
+    """Ranks of `worlds.run` get GPUs: those of one kind, or of another that a test asks for.
+
+    They are slow, and no deadline is to end what they do.
+    """
+    run = functools.partial(worlds.run, progress_timeout=0)
 
     def use(arch):
         gpu = emulated.GPUS[arch]
