@@ -91,7 +91,7 @@ def test_what_does_not_arrive_leaves_nan():
     weights = np.ones((10, 2), np.float32)
 
     def main(mpi, name):
-        comm = mk.Communicator(mpi)
+        comm = mk.Communicator(mpi, progress_timeout=0)
         comm.machine.gpu = emulated.GPUS["sm_90a" if name == "layer" else "sm_80"]
         rows, layout = mk.moe_dispatch_gemm(tokens, ids, factors, comm=comm)
         out = np.zeros_like(rows if name == "dispatch" else rows[:10])
