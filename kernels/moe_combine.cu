@@ -1,9 +1,9 @@
 // moe_combine: every rank has rows that its experts have made of tokens, and gets what all experts have made of its own
 // tokens, weighted and added up.
-//   compute  notes which row is made of what; then, for one peer after the other, adds up the rows of each of its tokens,
-//            with the peer's weights
-//   movers   add up this rank's own tokens as soon as the peers' sums are there, rank by rank
-//            (the compute agents do so in the end, where the plan has no movers)
+//   compute  notes which row is made of what, and with which weight; then, for one peer after the other, adds up the rows
+//            of each of its tokens
+//   all      add up this rank's own tokens as soon as the peers' sums are there, rank by rank: movers from the start, the
+//            others in the end
 #include "mkernel/combine.cuh"
 
 #ifndef MK_TYPE
@@ -22,25 +22,23 @@ using PartialType = MK_TRANSFER_TYPE;
 MK_KERNEL(moe_combine, MoeCombineParams, p) {
     const MoeCombinePlan& plan = *p.plan;
     Launch launch(p.world, plan.split);
-    Combination<Type, PartialType> combination(launch, plan.combine, p.rows);
+    Combination<Type, PartialType> combination(launch, plan.combine, p.rows, p.row_count);
 
     if (launch.agent().index() == 0) launch.announce(p.message);
 
     if (launch.is(Role::compute)) {
+        for (u64 peer : RingOrder(launch.rank(), launch.size()))
+            if (!launch.await_call(peer, plan.digest)) break;
         const i64 count = p.origins.expert_offsets[plan.experts], lanes = i64(launch.agent().lanes());
-        for (i64 row = i64(launch.member()) * lanes + launch.agent().lane(); row < count;
+        for (i64 row = i64(launch.member()) * lanes + launch.agent().lane(); launch.live() && row < count;
              row += i64(launch.members()) * lanes)
             combination.note(row, u64(p.origins.source_rank[row]), p.origins.source_token[row],
                              p.origins.source_slot[row]);
         combination.computed();
-        for (u64 peer : RingOrder(launch.rank(), launch.size())) {
-            if (!launch.await_call(peer, plan.digest)) break;
-            combination.sum_for(peer);
-        }
+        for (u64 peer : RingOrder(launch.rank(), launch.size())) combination.sum_for(peer);
     }
 
-    if (launch.is(Role::mover) || plan.split.movers == 0)
-        combination.collect(p.tokens, p.out);
+    combination.collect(p.tokens, p.out);
 
     for (u64 peer : RingOrder(launch.rank(), launch.size())) launch.have_read(peer, launch.agent().count());
     launch.finish();  // peers have read our weights and sums: inputs are free, outputs complete

@@ -1,7 +1,7 @@
 // moe_dispatch_gemm: every rank has tokens, and some of the experts that they choose. A rank gets the rows of its experts,
 // in order of expert, source rank, token and slot, each times the weights of its expert.
-//   movers   sort this rank's tokens by expert and show that to the peers with the call; when all have called, each knows
-//            what it gets. They bring the tokens here, each once, in the order in which the experts need them
+//   movers   sort this rank's tokens by expert and show that to the peers with the call; when all have called, it is known
+//            who gets what. They bring the tokens here, each once, in the order in which the experts need them
 //   compute  takes the experts in order, and multiplies a tile as soon as its rows have arrived
 // Wrong ids, and more tokens or rows than there is room for, are seen by all ranks before anything is written: then the
 // call does nothing else, and says why.
@@ -27,12 +27,12 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
 
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
+        routing.sort(p.choice, p.tokens, scratch, p.origins.expert_offsets);
         if (self.member() == 0) {
-            routing.sort(p.choice, p.tokens);
             self.announce(p.message);  // with it, the peers may read the tables too
             for (u64 peer : RingOrder(rank, size))
                 if (!self.await_call(peer, plan.digest)) break;
-            routing.agree(p.origins.expert_offsets, p.verdict);
+            routing.agree(p.origins.expert_offsets, scratch);
         }
         if (routing.await() && !routing.refused()) {
             Courier<> courier(self, scratch);
@@ -55,19 +55,18 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
         if (plan.split.movers == 0 && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
         Routing routing(launch, plan.routing);
         TokenLanding landing(launch, plan.routing, plan.landing, p.origins.expert_offsets);
-        // Who never learns where the experts' rows are leaves NaN everywhere.
+        // Who never learns where the experts' rows are leaves NaN everywhere. Of a refused call there are none.
         const bool known = routing.await();
         const i64* offsets = known ? p.origins.expert_offsets : plan.whole;
         const u64 experts = known ? plan.experts : 1;
         const ExpertTiles in_order(offsets, experts, plan.n, plan.tile, known ? launch.member() : 0,
                                    known ? launch.members() : 1);
-        if (!known || !routing.refused())
-            engine::gemm<Type>(
-                launch, in_order, plan.tile, plan.h,
-                /* source */ [&](Tile t) { return landing.rows(t); }, MatrixStack{p.w, p.w_stride},
-                /* gate   */ [&](const Agent& who, Tile t, Range) { return landing.wait(who, t); },
-                /* sink   */ Store<OutType>(p.rows, offsets, experts),
-                /* meanwhile */ [](Launch self, Scratch) { return self.live(); });
+        engine::gemm<Type>(
+            launch, in_order, plan.tile, plan.h,
+            /* source */ [&](Tile t) { return landing.rows(t); }, MatrixStack{p.w, p.w_stride},
+            /* gate   */ [&](const Agent& who, Tile t, Range) { return landing.wait(who, t); },
+            /* sink   */ Store<OutType>(p.rows, offsets, experts),
+            /* meanwhile */ [](Launch self, Scratch) { return self.live(); });
     }
 
     launch.finish();  // peers have read our tokens: inputs are free, outputs complete

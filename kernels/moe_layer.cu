@@ -1,10 +1,10 @@
 // moe_layer: every rank has tokens, and some of the experts that they choose. Each expert is two products with an
 // activation between; a token gets the weighted sum of what its experts make of it.
-//   movers   sort this rank's tokens, and bring those that the experts here want, as in moe_dispatch_gemm; in the end they
-//            add up this rank's own tokens, as in moe_combine
+//   movers   sort this rank's tokens, and bring those that the experts here want, as in moe_dispatch_gemm
 //   compute  multiplies with the first weights, expert by expert, as soon as the tokens have come, and with the second as
 //            soon as the tiles of the first product are finished; then adds up the rows of each token for the peers
-//            (and what movers do, before and after, where the plan has none)
+//            (and what movers do, before that, where the plan has none)
+//   all      add up this rank's own tokens in the end, as in moe_combine
 #include "mkernel/activation.cuh"
 #include "mkernel/combine.cuh"
 #include "mkernel/engine/engine.cuh"
@@ -29,23 +29,25 @@ constexpr Activation activation = Activation::MK_ACTIVATION;
 MK_KERNEL(moe_layer, MoeLayerParams, p) {
     const MoeLayerPlan& plan = *p.plan;
     Launch launch(p.world, plan.split);
-    Combination<Type, PartialType> combination(launch, plan.combine, *plan.made);
+    auto combination = [&](Launch& self) {
+        return Combination<Type, PartialType>(self, plan.combine, *plan.made, plan.capacity);
+    };
 
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
+        routing.sort(p.choice, p.tokens, scratch, plan.expert_offsets);
         if (self.member() == 0) {
-            routing.sort(p.choice, p.tokens);
             self.announce(p.message);  // with it, the peers may read the tables too
             for (u64 peer : RingOrder(self.rank(), self.size()))
                 if (!self.await_call(peer, plan.digest)) break;
-            routing.agree(plan.expert_offsets, p.verdict);
+            routing.agree(plan.expert_offsets, scratch);
         }
         if (routing.await() && !routing.refused()) {
             Courier<> courier(self, scratch);
             TokenLanding landing(self, plan.routing, plan.landing, plan.expert_offsets);
             const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
             landing.bring(courier, own, [&](i64 row, u64 source, const Route& route) {
-                combination.note(row, source, route.token, route.slot);
+                combination(self).note(row, source, route.token, route.slot);
             });
             landing.finish(courier);
         }
@@ -56,9 +58,10 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
     if (brings && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
 
     Routing routing(launch, plan.routing);
-    if (launch.is(Role::compute) && routing.await() && !routing.refused()) {
+    const bool known = routing.await(), refused = known && routing.refused();
+    if (launch.is(Role::compute) && known && !refused) {
         TokenLanding landing(launch, plan.routing, plan.landing, plan.expert_offsets);
-        const FinishedParts hidden(launch, plan);
+        FinishedParts hidden(launch, plan);
         auto tiles = [&](i64 columns, bool pairs) {
             return ExpertTiles(plan.expert_offsets, plan.experts, columns, plan.tile, launch.member(),
                                launch.members(), pairs);
@@ -77,11 +80,11 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
             MatrixStack{p.w2, p.w2_stride},
             /* gate   */ [&](const Agent& who, Tile t, Range k) { return hidden.wait(who, t, k); },
             /* sink   */ store(*plan.made), nothing);
-        combination.computed();
-        for (u64 peer : RingOrder(launch.rank(), launch.size())) combination.sum_for(peer);
+        combination(launch).computed();
+        for (u64 peer : RingOrder(launch.rank(), launch.size())) combination(launch).sum_for(peer);
     }
 
-    if (brings && !routing.refused()) combination.collect(p.tokens, p.out);
+    if (!refused) combination(launch).collect(p.tokens, p.out);
 
     for (u64 peer : RingOrder(launch.rank(), launch.size())) launch.have_read(peer, launch.agent().count());
     launch.finish();  // peers have read our tokens, weights and sums: inputs are free, outputs complete

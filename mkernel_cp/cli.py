@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import __version__
+from .bench.moe import ROUTINGS
 from .bench.records import RESULTS
 from .commands import bench, compile, demo, doctor, job, run, tune
+from .moe_plan import ACTIVATIONS
 from .plan import DTYPES
 
 # What `bench` measures, and its rivals.
@@ -21,6 +23,15 @@ _MEASURED = {
         ", PyTorch async-TP and cuBLASMp",
     ),
     "gemm-allreduce": ("the sum over ranks of A @ B", ""),
+    "moe-dispatch-gemm": ("tokens times the weights of the experts that they chose", ""),
+    "moe-layer": ("what a layer of experts, with swiglu, makes of tokens", ""),
+}
+_TUNED = tuple(name for name in _MEASURED if not name.startswith("moe"))
+
+_SHAPES = {
+    ("M", "K", "N"): "rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N)",
+    ("tokens", "H", "I", "E", "k"): "tokens, columns of tokens and of what an expert makes of "
+    "them, experts of all ranks, choices of a token",
 }
 
 _DESCRIPTION = """\
@@ -79,6 +90,32 @@ def _parser() -> argparse.ArgumentParser:
         "rows of it.",
     )
 
+    _add_experts_run(
+        operators,
+        run.moe_dispatch_gemm,
+        "tokens times the weights of the experts that they chose",
+        {"w": "weights (E, H, I) of all experts"},
+    ).add_argument(
+        "--dtype",
+        choices=[dtype.name for dtype in DTYPES],
+        help="of the rows: that of the tokens (default), or float32 where they have 16 bits",
+    )
+    _add_experts_run(
+        operators,
+        run.moe_layer,
+        "what a layer of experts makes of tokens",
+        {
+            "topk_weight": "weights (T, k) of the choices, float32, or float64 for float64",
+            "w1": "first weights (E, H, I) of all experts; for swiglu (E, H, 2 I)",
+            "w2": "second weights (E, I, N)",
+        },
+    ).add_argument(
+        "--activation",
+        choices=[name or "none" for name in ACTIVATIONS],
+        default="swiglu",
+        help="between the two products (default: swiglu)",
+    )
+
     command = commands.add_parser("bench", help="measure an operator beside its alternatives")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
     for name, (what, others) in _MEASURED.items():
@@ -89,7 +126,14 @@ def _parser() -> argparse.ArgumentParser:
             f"{others}, as far as they are installed. efficiency = floor / fused, and floor is the "
             "longer of compute and transfer.",
         )
-        _add_measured(operator)
+        _add_measured(operator, name)
+        if name not in _TUNED:
+            operator.add_argument(
+                "--routing",
+                choices=ROUTINGS,
+                default=ROUTINGS[0],
+                help="whether some experts are more popular than others (default: uniform)",
+            )
         operator.add_argument(
             "--repeat",
             type=bench.repeats,
@@ -109,7 +153,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    for name, (what, _) in _MEASURED.items():
+    for name in _TUNED:
+        what, _ = _MEASURED[name]
         operator = operators.add_parser(
             name,
             help="its tiles, movers and chunks",
@@ -117,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
             "faster than the cost model's choices is kept for later calls on such GPUs with as "
             "many ranks.",
         )
-        _add_measured(operator)
+        _add_measured(operator, name)
         operator.add_argument(
             "--output",
             metavar="PATH",
@@ -141,18 +186,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_measured(operator: Any) -> None:
+def _add_measured(operator: Any, name: str) -> None:
     """Add what says which shapes are measured."""
+    keys = bench.BENCHES[name].keys
     operator.add_argument(
         "--shape",
-        type=bench.shape,
+        type=bench.shape_of(keys),
         action="append",
-        metavar="M,K,N",
-        help="rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N); may be "
-        "given several times",
+        metavar=",".join(keys),
+        help=f"{_SHAPES[keys]}; may be given several times",
     )
     operator.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES], default="bfloat16")
     operator.add_argument("--quick", action="store_true", help="only a few shapes")
+
+
+def _add_experts_run(
+    operators: Any, program: Callable[..., int], what: str, more: dict[str, str]
+) -> Any:
+    """Add an operator on experts to `run`, which takes more files than tokens and ids."""
+    operator = operators.add_parser(
+        program.__name__.replace("_", "-"),
+        help=f"{what}, of .npy files",
+        description=f"{what.capitalize()}. Each rank reads some of the tokens and some of the "
+        "experts. A 2-byte void file is bfloat16.",
+    )
+    files = {"x": "tokens (T, H)", "topk_idx": "ids (T, k) of the experts of each; -1: none"}
+    for name, words in {**files, **more}.items():
+        operator.add_argument(name, metavar=f"{name.upper()}.npy", help=words)
+    operator.add_argument("-o", "--output", required=True, metavar="Y.npy", help="where to put it")
+    operator.set_defaults(program=program)
+    return operator
 
 
 def _add_run(operators: Any, program: Callable[..., int], how: str) -> None:

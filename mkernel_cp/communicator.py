@@ -1000,10 +1000,14 @@ class Communicator:
         self._post(generation, REFUSED)
         self._signals.advance()
 
-    def raise_alike(self, error: BaseException) -> None:
-        """Raise what all ranks raise in this call, each by itself: no peer has to be told."""
-        self._told = error
-        raise error
+    def _raise_fault(self) -> None:
+        """Raise what a kernel has found wrong with the data of a call, once.
+
+        All ranks do, each by itself, and none leaves out a call for it: so they stay in step.
+        """
+        error = lifetime.fault_in(self._pages[self.rank])
+        if error is not None:
+            raise error
 
     def _post(self, generation: int, progress: int, digest: int = 0) -> None:
         """Tell all ranks what this host does in a generation in place of a launch.
@@ -1074,13 +1078,14 @@ class Communicator:
             time.sleep(0.01)
 
     def synchronize(self) -> None:
-        """Wait for the calls of this rank, and raise the failure of one, if there was one. Local.
+        """Wait for the calls of this rank, and raise what has failed in one, if any has. Local.
 
         On the host target a call returns when it is complete, so there is nothing to wait for.
         """
         self._begin("synchronize()")
         self._machine.wait(self._tell_who_is_awaited)
         self._raise_failure()
+        self._raise_fault()
 
     def _tell_who_is_awaited(self, seconds: float) -> None:
         generation, text = self._pages[self.rank].last_text()
@@ -1118,14 +1123,14 @@ class Communicator:
         if pending is not None:
             raise pending
 
-    def _finish(self) -> errors.Error | None:
+    def _finish(self) -> Exception | None:
         """Wait for this rank's calls, let go of everything, and return the pending failure."""
         self._enter("close()")
         try:
             if self._depth > 1:
                 raise errors.ConcurrentCallError("close() within a call of this communicator")
             self._wait_for_all()
-            pending = self._pending()
+            pending = self._pending() or lifetime.fault_in(self._pages[self.rank])
             self._end.reported = True
             self._dismantle()
             return pending
@@ -1191,7 +1196,10 @@ class _Calling:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         comm = self._comm
         try:
-            if error is not None and error is not comm._told and not comm._failed():
+            if error is None:
+                if comm._depth == 1:
+                    comm._raise_fault()
+            elif error is not comm._told and not comm._failed():
                 comm.refuse(error)
         finally:
             comm._leave()

@@ -54,6 +54,14 @@ class Awaited(enum.IntEnum):
     RECEIPT = 14
 
 
+class Problem(enum.IntEnum):
+    """What may be wrong with the data of a call; as in experts.cuh."""
+
+    ID = 1
+    TOKENS = 2
+    CAPACITY = 3
+
+
 _AWAITED = {
     Awaited.CALL: "the call of {peer}",
     Awaited.ARRIVAL: "the arrival of chunk {index}",
@@ -160,6 +168,28 @@ def of_network(origin: int, record: Any, card: bytes) -> errors.NetworkError:
         f"{record.seen}),{whom} generation {record.generation}. "
         "Is the link up, and the other rank alive?"
     )
+
+
+def of_data(fault: Any, what: str) -> ValueError:
+    """Return the exception for a ``DataFault`` of types.cuh, the same on all ranks."""
+    first, second, third = fault.values
+    problem = Problem(fault.problem)
+    text = {
+        Problem.ID: (
+            f"{what}: rank {fault.rank} passes topk_idx[{second}, {third}] = {first}, which is no "
+            "expert: use ids from 0 to num_experts - 1, or -1 for none"
+        ),
+        Problem.TOKENS: (
+            f"{what}: rank {fault.rank} passes {first} tokens, and the plan is for at most "
+            f"{second}: pass a larger max_tokens= on all ranks"
+        ),
+        Problem.CAPACITY: (
+            f"{what}: rank {fault.rank} would get {first} rows, and has room for {second}: pass a "
+            "larger capacity= on all ranks"
+        ),
+    }[problem]
+    kind = ValueError if problem is Problem.ID else errors.CapacityError
+    return kind(f"{text}; nothing was written, on no rank")
 
 
 def _signal(value: int) -> str:

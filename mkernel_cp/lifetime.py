@@ -50,6 +50,16 @@ def _record(pages: Sequence[HostPage], word: int) -> tuple[int, Any]:
     return origin, (words.by_kernel, words.by_watcher, words.by_proxy)[word >> 32]
 
 
+def fault_in(page: HostPage) -> ValueError | None:
+    """Return what a kernel of this rank has found wrong with the data of a call, once."""
+    fault = page.words.fault
+    if not fault.problem:
+        return None
+    error = failure.of_data(fault, page.text(fault.generation))
+    fault.problem = 0
+    return error
+
+
 class Lost:
     """What the watcher does about a lost peer; holds no communicator, so it keeps none alive."""
 
@@ -94,7 +104,7 @@ class End:
         with contextlib.suppress(errors.Error):
             self._machine.wait()
         # What peers meet from here on is their failure, not this rank's.
-        error = failure_in(self._pages, self._rank)
+        error = failure_in(self._pages, self._rank) or fault_in(self._pages[self._rank])
         if error is not None and not self.reported:
             _unreported.append(f"{type(error).__name__}: {error}")
         # Peers see that it has closed before they see its sockets end.

@@ -3,24 +3,35 @@
 Pure Python, as all plans.
 """
 
-import enum
 import math
-import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from .memory import round_up
-from .plan import HostTile, Options, PlanFile, line_pitch
+from .plan import (
+    Gpu,
+    HostTile,
+    Options,
+    PlanFile,
+    PortableTile,
+    choose_split,
+    default_tile,
+    line_pitch,
+    portable_tile,
+)
 from .reference import accumulator_dtype, array_split_counts
 
-MOST_COMPUTE_AGENTS = 1024
+MOST_AGENTS = 1024
 _ALIGNMENT = 256
 _CHUNK_BYTES = 1 << 16
-_PARTS = 4  # in which a rank's tokens are sorted side by side
+_MOVERS = 20  # on a GPU, see plan.py
 _WORD = 8
-_SHARE_BYTES, _ROUTE_BYTES, _DELIVERY_BYTES, _PLACE_BYTES = 16, 24, 48, 16  # structs of types.cuh
+_SHARE_BYTES, _SUMMARY_BYTES, _ROUTE_BYTES, _DELIVERY_BYTES = 16, 24, 24, 48  # structs of types.cuh
+_ROW_BYTES = 16  # struct Routing::Row of experts.cuh
+# Words of bits that agents sort with: for each expert, and for all together.
+_SORT_WORDS = 16, 1 << 13
 
 
 def offsets_of(sizes: dict[str, int], alignment: int = _ALIGNMENT) -> dict[str, int]:
@@ -30,15 +41,6 @@ def offsets_of(sizes: dict[str, int], alignment: int = _ALIGNMENT) -> dict[str, 
         offsets[name] = end
         end += round_up(size, alignment)
     return {**offsets, "end": end}
-
-
-class Problem(enum.IntEnum):
-    """Why a call has written nothing; as in experts.cuh."""
-
-    NONE = 0
-    ID = 1
-    TOKENS = 2
-    CAPACITY = 3
 
 
 @dataclass(frozen=True)
@@ -121,18 +123,18 @@ class Dispatch:
         no segment's.
         """
         routes, experts = self.max_tokens * self.slots, max(self.experts_of)
+        starts = (self.experts + 1) * _SHARE_BYTES
         return {
-            "summary": 3 * _WORD,
-            "shares": self.experts * _SHARE_BYTES,
+            "summary": _SUMMARY_BYTES,
+            "starts": starts,
             "routes": routes * _ROUTE_BYTES,
             "tokens": self.max_tokens * min(self.slots, self.ranks) * 4,
-            "sorted": _PARTS * self.experts * _SHARE_BYTES,
-            "starts": self.experts * _SHARE_BYTES,
-            "faults": _PARTS * _WORD,
-            "landed": self.max_tokens * self.ranks * _WORD,
+            "known": self.ranks * starts,
+            "said": self.ranks * _SUMMARY_BYTES,
             "totals": self.ranks * _WORD,
             "deliveries": experts * self.ranks * _DELIVERY_BYTES,
-            "places": max(self.capacities) * _PLACE_BYTES,
+            "list": self.ranks * self.max_tokens * 4,
+            "places": max(self.capacities) * _WORD,
             "landing": self.ranks * self.max_tokens * self.pitch,
         }
 
@@ -140,6 +142,7 @@ class Dispatch:
         """Return the words of everything among the signals."""
         return {
             "routed": 1,
+            "told": MOST_AGENTS,
             "arrived": self.ranks * self.chunks,
             "placed": max(self.experts_of) * self.ranks,
         }
@@ -149,9 +152,18 @@ class Dispatch:
         return offsets_of(self.signal_sizes(), 1)["end"], offsets_of(self.arena_sizes())["end"]
 
     @property
-    def parts(self) -> int:
-        """Parts of a rank's tokens that are sorted side by side."""
-        return _PARTS
+    def sorted_tokens(self) -> int:
+        """Tokens that an agent sorts at a time."""
+        each, all_together = _SORT_WORDS
+        words = max(1, min(each, all_together // (self.experts + 1)))
+        return max(1, 32 * words // max(1, self.slots))
+
+    @property
+    def sort_bytes(self) -> int:
+        """Scratch memory of an agent that sorts, or finds out what comes: see experts.cuh."""
+        experts, rows = self.experts + 1, self.sorted_tokens * self.slots
+        desk = experts * (3 * _SHARE_BYTES + 4 * math.ceil(rows / 32)) + rows * _ROW_BYTES
+        return max(desk, 2 * max(self.experts_of) * self.ranks * _WORD)
 
 
 @dataclass(frozen=True)
@@ -310,22 +322,22 @@ class Combine:
         """In how many chunks the tokens of a rank come, at the most."""
         return math.ceil(self.max_tokens / self.chunk_tokens)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Scratch memory of an agent: what Combination of combine.cuh calls lines."""
-        return 2 * self.n * accumulator_dtype(self.dtype).itemsize
-
     def arena_sizes(self) -> dict[str, int]:
         """Return the bytes of everything in the arena."""
         weights = self.max_tokens * self.slots * accumulator_dtype(self.dtype).itemsize
-        return {"weights": weights, "sums": self.ranks * self.max_tokens * self.pitch}
+        return {
+            "weights": weights,
+            "factors": self.ranks * weights,
+            "sums": self.ranks * self.max_tokens * self.pitch,
+        }
 
     def signal_sizes(self) -> dict[str, int]:
         """Return the words of everything among the signals."""
         return {
-            "computed": MOST_COMPUTE_AGENTS,
+            "computed": MOST_AGENTS,
             "summed": self.ranks * self.chunks,
             "rows": self.ranks * self.max_tokens * self.slots,
+            "sent": self.ranks * self.max_tokens,
         }
 
     def need(self) -> tuple[int, int]:
@@ -406,15 +418,18 @@ class MoeCombinePlan(PlanFile):
                 f"moe_combine: up to {self.max_tokens} tokens a rank of {self.n} columns, "
                 f"{self.slots} rows each, {self.dtype.name}, rank {self.rank} of {self.ranks}",
                 f"target {self.target}: {compute} agents add the rows of a rank, in the order of "
-                f"slots, and {movers} those of all ranks, in the order of ranks; sums cross links "
-                f"as {self.transfer_dtype.name}, {self.combine.chunk_tokens} tokens at a time, "
-                f"through {self.memory} bytes",
+                f"slots, and {movers} more with them those of all ranks, in their order; sums "
+                f"cross links as {self.transfer_dtype.name}, {self.combine.chunk_tokens} tokens at "
+                f"a time, through {self.memory} bytes",
             )
         )
 
 
-def plan_moe_combine(rank: int, combine: Combine, options: Options) -> MoeCombinePlan:
-    """Choose a plan for the host target."""
+def plan_moe_combine(
+    rank: int, combine: Combine, options: Options, gpu: Gpu | None = None, capacity: int = 0
+) -> MoeCombinePlan:
+    """Choose a plan: for a GPU that runs `capacity` agents at a time, or for the host target."""
+    engine = default_tile(combine.dtype) if gpu else HostTile((1, 1, 1))
     return MoeCombinePlan(
         rank=rank,
         ranks=combine.ranks,
@@ -424,11 +439,11 @@ def plan_moe_combine(rank: int, combine: Combine, options: Options) -> MoeCombin
         out_dtype=combine.dtype,
         transfer_dtype=combine.transfer_dtype,
         max_tokens=combine.max_tokens,
-        target="host",
-        engine="host",
+        target="cuda" if gpu else "host",
+        engine=engine.engine,
         chunk_bytes=combine.chunk_bytes or _CHUNK_BYTES,
-        split=expert_split(combine.ranks, options),
-        shared_bytes=combine.shared_bytes,
+        split=expert_split(engine, combine.ranks, combine.max_tokens, options, capacity),
+        shared_bytes=0,
     )
 
 
@@ -636,11 +651,20 @@ class MoeLayerPlan(PlanFile):
         )
 
 
-def plan_moe_layer(rank: int, layer: Layer, options: Options) -> MoeLayerPlan:
-    """Choose a plan for the host target: two compute agents at most, see `plan_allgather_gemm`."""
-    capacity, widest = layer.dispatch.capacities[rank], max(layer.inner, layer.n)
-    chosen = expert_tile(capacity, widest, max(layer.h, layer.inner), options)
-    accumulator = accumulator_dtype(layer.dtype)
+def layer_tile(rank: int, layer: Layer, options: Options, gpu: Gpu | None) -> Any:
+    """Choose the tile of a rank's products."""
+    widest, deepest = max(layer.inner, layer.n), max(layer.h, layer.inner)
+    return _tile(layer.dispatch, rank, widest, deepest, options, gpu)
+
+
+def plan_moe_layer(
+    rank: int, layer: Layer, chosen: Any, options: Options, capacity: int = 0
+) -> MoeLayerPlan:
+    """Choose a plan for a tile: for a GPU that runs `capacity` agents, or for the host target.
+
+    On the host target, two compute agents at most: see `plan_allgather_gemm`.
+    """
+    tiles = _most_tiles(layer.dispatch, rank, max(layer.inner, layer.n), chosen)
     return MoeLayerPlan(
         rank=rank,
         ranks=layer.ranks,
@@ -655,19 +679,29 @@ def plan_moe_layer(rank: int, layer: Layer, options: Options) -> MoeLayerPlan:
         activation=layer.activation,
         max_tokens=layer.max_tokens,
         max_capacity=layer.capacity,
-        target="host",
+        target=_target(chosen),
         engine=chosen.engine,
         tile=chosen.tile,
         part=chosen.part,
         chunk_bytes=layer.chunk_bytes or _CHUNK_BYTES,
-        split=expert_split(layer.ranks, options),
-        shared_bytes=max(chosen.shared_bytes(layer.dtype, accumulator), layer.combine.shared_bytes),
+        split=expert_split(chosen, layer.ranks, tiles, options, capacity),
+        shared_bytes=shared_bytes(layer.dispatch, chosen, accumulator_dtype(layer.dtype)),
     )
 
 
-def plan_moe_dispatch_gemm(rank: int, dispatch: Dispatch, options: Options) -> MoeDispatchGemmPlan:
-    """Choose a plan for the host target: two compute agents at most, see `plan_allgather_gemm`."""
-    chosen = expert_tile(dispatch.capacities[rank], dispatch.n, dispatch.h, options)
+def dispatch_tile(rank: int, dispatch: Dispatch, options: Options, gpu: Gpu | None) -> Any:
+    """Choose the tile of a rank's products."""
+    return _tile(dispatch, rank, dispatch.n, dispatch.h, options, gpu)
+
+
+def plan_moe_dispatch_gemm(
+    rank: int, dispatch: Dispatch, chosen: Any, options: Options, capacity: int = 0
+) -> MoeDispatchGemmPlan:
+    """Choose a plan for a tile: for a GPU that runs `capacity` agents, or for the host target.
+
+    On the host target, two compute agents at most: see `plan_allgather_gemm`.
+    """
+    tiles = _most_tiles(dispatch, rank, dispatch.n, chosen)
     return MoeDispatchGemmPlan(
         rank=rank,
         ranks=dispatch.ranks,
@@ -679,44 +713,50 @@ def plan_moe_dispatch_gemm(rank: int, dispatch: Dispatch, options: Options) -> M
         out_dtype=dispatch.out_dtype,
         max_tokens=dispatch.max_tokens,
         max_capacity=dispatch.capacity,
-        target="host",
+        target=_target(chosen),
         engine=chosen.engine,
         tile=chosen.tile,
         chunk_bytes=dispatch.chunk_bytes or _CHUNK_BYTES,
-        split=expert_split(dispatch.ranks, options),
-        shared_bytes=chosen.shared_bytes(dispatch.dtype, dispatch.out_dtype),
+        split=expert_split(chosen, dispatch.ranks, tiles, options, capacity),
+        shared_bytes=shared_bytes(dispatch, chosen, dispatch.out_dtype),
     )
 
 
-def expert_tile(rows: int, columns: int, depth: int, options: Options) -> HostTile:
-    """Choose the tile of engine/host.cuh for at most so many rows of an expert."""
-    tile = options.tile or (32, 64, 64)
-    limits = zip(tile, (rows, columns, depth), strict=True)
-    return HostTile(tuple(min(extent, max(1, limit)) for extent, limit in limits))
+def _target(chosen: HostTile | PortableTile) -> str:
+    return "host" if chosen.engine == "host" else "cuda"
 
 
-def expert_split(ranks: int, options: Options) -> tuple[int, int]:
-    """Return (movers, compute) for the host target."""
-    movers, compute = options.split or (1, None)
-    if compute is None:
-        compute = max(1, min(2, len(os.sched_getaffinity(0)) // ranks))
-    return (0 if ranks == 1 else movers), compute
+def _tile(
+    dispatch: Dispatch, rank: int, columns: int, depth: int, options: Options, gpu: Gpu | None
+) -> HostTile | PortableTile:
+    if gpu is None:
+        limits = zip(
+            options.tile or (32, 64, 64), (dispatch.capacities[rank], columns, depth), strict=True
+        )
+        return HostTile(tuple(min(extent, max(1, limit)) for extent, limit in limits))
+    if dispatch.sort_bytes > gpu.shared_bytes:
+        raise ValueError(
+            f"{dispatch.experts} experts: to sort by them takes {dispatch.sort_bytes} bytes of "
+            f"shared memory, the GPU has {gpu.shared_bytes} per block: use fewer"
+        )
+    return portable_tile(dispatch.dtype, options, gpu.shared_bytes)
 
 
-def problem_text(verdict: Any, what: str) -> str:
-    """Return why a call has written nothing: the same words on all ranks."""
-    first, second, third = verdict.values
-    return {
-        Problem.ID: (
-            f"{what}: rank {verdict.rank} passes topk_idx[{second}, {third}] = {first}, which is "
-            "no expert: use ids from 0 to num_experts - 1, or -1 for none"
-        ),
-        Problem.TOKENS: (
-            f"{what}: rank {verdict.rank} passes {first} tokens, and the plan is for at most "
-            f"{second}: pass a larger max_tokens= on all ranks"
-        ),
-        Problem.CAPACITY: (
-            f"{what}: rank {verdict.rank} would get {first} rows, and has room for {second}: pass "
-            "a larger capacity= on all ranks"
-        ),
-    }[Problem(verdict.problem)] + "; nothing was written, on no rank"
+def _most_tiles(dispatch: Dispatch, rank: int, columns: int, chosen: Any) -> int:
+    rows = dispatch.capacities[rank] // chosen.tile[0] + dispatch.experts_of[rank]
+    return rows * math.ceil(columns / chosen.tile[1])
+
+
+def shared_bytes(dispatch: Dispatch, chosen: Any, staged: np.dtype) -> int:
+    """Return the scratch memory of an agent, which first sorts tokens and then multiplies them."""
+    return max(chosen.shared_bytes(dispatch.dtype, staged), dispatch.sort_bytes)
+
+
+def expert_split(
+    chosen: Any, ranks: int, tiles: int, options: Options, capacity: int
+) -> tuple[int, int]:
+    """Return how many agents move and how many compute; on a GPU some move on one rank, too."""
+    alone = 1 if chosen.engine == "host" else 2
+    return choose_split(
+        chosen, max(alone, ranks), tiles, _MOVERS, options, min(capacity, MOST_AGENTS)
+    )

@@ -42,7 +42,14 @@ def kernels(folder: Path):
         patch.setattr(compiler, "_HOST_OPTIONS", (*quickly, "-Wno-unknown-pragmas"))
         patch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: AGENTS)
         patch.setattr(HostTarget, "tensor_map", _tensor_map, raising=False)
+        patch.setattr(HostTarget, "kernel", _kernel)
         yield
+
+
+def _kernel(machine, source):
+    """Compile what a GPU has instructions for."""
+    defines = dict(source.defines) | {"MK_BULK_COPIES": int(machine.gpu.arch == "sm_90a")}
+    return HostKernel(source.source, source.name, defines, source.options)
 
 
 def _tensor_map(machine, address, dtype, extents, pitches, box):

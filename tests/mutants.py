@@ -64,6 +64,8 @@ NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
+EMULATED_DISPATCH = ("test_emulated_experts.py::test_dispatch_equals_reference",)
+EMULATED_LAYER = ("test_emulated_experts.py::test_layer_equals_reference",)
 
 
 class Mutant(NamedTuple):
@@ -351,15 +353,21 @@ MUTANTS = {
     ),
     "experts: gate wait": Mutant(
         H + "experts.cuh",
-        "if (!launch_.wait(who, &plan_.arrived[last]",
-        "if (!launch_.live() && !launch_.wait(who, &plan_.arrived[last]",
+        "if (source != launch_.rank() && !await_tokens(",
+        "if (!launch_.live() && !await_tokens(",
         EXPERTS,
     ),
     "experts: gate wait, sanitized": Mutant(
         H + "experts.cuh",
-        "if (!launch_.wait(who, &plan_.arrived[last]",
-        "if (!launch_.live() && !launch_.wait(who, &plan_.arrived[last]",
+        "if (source != launch_.rank() && !await_tokens(",
+        "if (!launch_.live() && !await_tokens(",
         SANITIZED,
+    ),
+    "experts: chunks of all movers": Mutant(
+        H + "experts.cuh", "movers = i64(launch_.readers());", "movers = 1;", EXPERTS
+    ),
+    "experts: tokens that rows may bring": Mutant(
+        H + "experts.cuh", "delivery.landed + most))", "delivery.landed))", EXPERTS
     ),
     "experts: wait for the places of rows": Mutant(
         H + "experts.cuh",
@@ -367,26 +375,47 @@ MUTANTS = {
         "if (!launch_.live() && !launch_.wait(who, &plan_.placed[unit]",
         EXPERTS,
     ),
+    "experts: wait for the others' counts": Mutant(
+        H + "experts.cuh", "if (!await_others(1)) return;", "", EXPERTS
+    ),
+    "experts: wait for the others' lists": Mutant(
+        H + "experts.cuh", "if (first) await_others(2);", "", EXPERTS
+    ),
     "experts: call before the tables are there": Mutant(
         "moe_dispatch_gemm.cu",
-        "            routing.sort(p.choice, p.tokens);\n            self.announce(p.message);",
-        "            self.announce(p.message);\n            routing.sort(p.choice, p.tokens);",
+        "        routing.sort(p.choice, p.tokens, scratch, p.origins.expert_offsets);\n"
+        "        if (self.member() == 0) {\n            self.announce(p.message);",
+        "        if (self.member() == 0) self.announce(p.message);\n"
+        "        routing.sort(p.choice, p.tokens, scratch, p.origins.expert_offsets);\n"
+        "        if (self.member() == 0) {",
         EXPERTS,
     ),
     "experts: tables of peers that have not called": Mutant(
         "moe_dispatch_gemm.cu", "if (!self.await_call(peer, plan.digest)) break;", "", EXPERTS
     ),
     "experts: parts that overlap": Mutant(
-        H + "experts.cuh", "share = before;", "share = {0, 0};", EXPERTS
+        H + "experts.cuh", "desk.next[expert] = before;", "desk.next[expert] = {0, 0};", EXPERTS
+    ),
+    "experts: rows that are sorted before": Mutant(
+        H + "experts.cuh",
+        "const i64 token = first + i / slots, place = ",
+        "const i64 token = tokens.begin + i / slots, place = ",
+        ("test_moe_dispatch_gemm.py::test_many_calls_of_one_plan_with_any_numbers_of_tokens",),
+    ),
+    "experts: bits of the rows before": Mutant(
+        H + "experts.cuh",
+        "desk.bits[i] = 0;",
+        "desk.bits[i] &= first == tokens.begin ? 0 : ~0u;",
+        ("test_moe_dispatch_gemm.py::test_many_calls_of_one_plan_with_any_numbers_of_tokens",),
     ),
     "experts: order of sources": Mutant(
         H + "experts.cuh",
-        "plan_.deliveries[expert * ranks + source];\n                    delivery.row",
-        "plan_.deliveries[expert * ranks + ranks - 1 - source];\n                    delivery.row",
+        "plan_.deliveries[i].row = before(i)",
+        "plan_.deliveries[i / ranks * ranks + ranks - 1 - i % ranks].row = before(i)",
         EXPERTS,
     ),
     "experts: tokens on top of each other": Mutant(
-        H + "experts.cuh", "landed += share.tokens;", "", EXPERTS
+        H + "experts.cuh", "own->tokens - starts[first].tokens}", "0}", EXPERTS
     ),
     "experts: last token of a chunk": Mutant(
         H + "experts.cuh",
@@ -402,12 +431,15 @@ MUTANTS = {
     ),
     "experts: faults of own data only": Mutant(
         H + "experts.cuh",
-        "table<RoutingSummary>(rank, plan_.summary);",
-        "table<RoutingSummary>(launch_.rank(), plan_.summary);",
+        "*table<RoutingSummary>(i, plan_.summary);",
+        "*table<RoutingSummary>(launch_.rank(), plan_.summary);",
         EXPERTS,
     ),
-    "experts: tiles of a refused call": Mutant(
-        "moe_dispatch_gemm.cu", "if (!known || !routing.refused())", "if (true)", EXPERTS
+    "experts: a layout of a refused call": Mutant(
+        H + "experts.cuh", "expert_offsets[i] = 0;", "(void)i;", EXPERTS
+    ),
+    "experts: a fault that is not told": Mutant(
+        H + "signal.cuh", "if (load_relaxed(&told.problem)) return;", "return;", EXPERTS
     ),
     "experts: inputs that are free too early": Mutant(
         "moe_dispatch_gemm.cu",
@@ -419,33 +451,39 @@ MUTANTS = {
     ),
     "combination: wait for the peers' sums": Mutant(
         H + "combine.cuh",
-        "for (u64 peer : RingOrder(rank, launch_.size()))\n                here",
-        "for (u64 peer : RingOrder(0, 1))\n                here",
+        "fine = fine && launch_.wait_all(",
+        "fine = fine || launch_.wait_all(",
         COMBINED,
     ),
     "combination: wait for all rows": Mutant(
         H + "combine.cuh",
-        "agent < plan_.computing; ++agent",
-        "agent < 1; ++agent",
+        "plan_.computing, 1, [&](u64 i)",
+        "1, 1, [&](u64 i)",
         COMBINED_IN_TURNS,
     ),
     "combination: rows of an earlier call": Mutant(
         H + "combine.cuh",
-        "if (words[slot] >= launch_.target(0)) return true;",
-        "if (words[slot] > 0) return true;",
+        "if (words[slot] < launch_.target(0)) continue;",
+        "if (words[slot] == 0) continue;",
         COMBINED,
     ),
-    "combination: sums before the peer's call": Mutant(
+    "combination: sums of an earlier call": Mutant(
+        H + "combine.cuh",
+        "[token] >= launch_.target(0);",
+        "[token] > 0;",
+        COMBINED,
+    ),
+    "combination: weights before the peer's call": Mutant(
         "moe_combine.cu",
         "if (!launch.await_call(peer, plan.digest)) break;",
         "if (!launch.live()) break;",
-        COMBINED,
+        COMBINED_IN_TURNS,
     ),
     "combination: order of ranks": Mutant(
         H + "combine.cuh",
-        "for (u64 source = 0; here && source < launch_.size(); ++source) {",
-        "for (u64 turn = 0; here && turn < launch_.size(); ++turn) {\n"
-        "                    const u64 source = (rank + turn) % launch_.size();",
+        "for (u64 source = 0; source < launch_.size(); ++source) {",
+        "for (u64 turn = 0; turn < launch_.size(); ++turn) {\n"
+        "            const u64 source = (rank + turn) % launch_.size();",
         COMBINED,
     ),
     "combination: sums in the rows' type": Mutant(
@@ -456,7 +494,7 @@ MUTANTS = {
     ),
     "combination: NaN after a failure": Mutant(
         H + "combine.cuh",
-        "here ? narrow<T>(total[i]) : not_a_number<T>()",
+        "fine ? narrow<T>(total[i]) : not_a_number<T>()",
         "narrow<T>(total[i])",
         COMBINED_IN_TURNS,
     ),
@@ -468,14 +506,14 @@ MUTANTS = {
     ),
     "layer: wait for what is between the products": Mutant(
         H + "activation.cuh",
-        "if (!launch_.wait(who, &plan_.finished[number]",
-        "if (!launch_.live() && !launch_.wait(who, &plan_.finished[number]",
+        "return launch_.wait(who, &plan_.finished[number]",
+        "return launch_.live() || launch_.wait(who, &plan_.finished[number]",
         LAYER,
     ),
     "layer: wait for what is between the products, sanitized": Mutant(
         H + "activation.cuh",
-        "if (!launch_.wait(who, &plan_.finished[number]",
-        "if (!launch_.live() && !launch_.wait(who, &plan_.finished[number]",
+        "return launch_.wait(who, &plan_.finished[number]",
+        "return launch_.live() || launch_.wait(who, &plan_.finished[number]",
         SANITIZED,
     ),
     "layer: parts of two experts with one signal": Mutant(
@@ -492,6 +530,15 @@ MUTANTS = {
         "launch.have_read(peer, launch.agent().count());",
         "launch.have_read(peer, 1);",
         LAYER,
+    ),
+    "combination: packs that do not fit": Mutant(
+        H + "combine.cuh", "&& places % 16 == 0;", ";", COMBINED
+    ),
+    "courier: lines of a list": Mutant(
+        H + "courier.cuh", "list[i] * from.pitch", "i * from.pitch", EMULATED_LAYER
+    ),
+    "portable: rows of a list": Mutant(
+        H + "engine/portable.cuh", "operand.places[line]", "operand.places[0]", EMULATED_DISPATCH
     ),
     "queue: room": Mutant(
         H + "channel.cuh", "if (!await_slot()) return false;", "", ("test_channel.py",)

@@ -10,7 +10,7 @@ import pytest
 from launcher import mpirun
 
 import mkernel_cp as mk
-from mkernel_cp.bench import baselines, records, timing
+from mkernel_cp.bench import baselines, moe, records, timing
 from mkernel_cp.communicator import Communicator
 from mkernel_cp.errors import ConfigurationError, Error
 from mkernel_cp.plan import AllGatherGemmPlan, Options, plan_allgather_gemm
@@ -168,6 +168,40 @@ def test_sums_are_measured_beside_their_like(tmp_path, operator, dtype):
     rows = {"gemm_reduce_scatter": (48, 2), "gemm_allreduce": (48 + 46, 2 + 0)}[operator]
     ratio = rows[0] * 20 / (rows[1] * 3)
     assert first["transfer_ms"] == pytest.approx(ratio * second["transfer_ms"])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("operator", ["moe_dispatch_gemm", "moe_layer"])
+def test_tokens_are_measured_beside_their_like(tmp_path, operator):
+    path = tmp_path / "records.json"
+    shape = "--shape=50,24,9,7,3"
+    options = shape, "--dtype=float32", "--routing=zipf", "--repeat=1", f"--json={path}"
+    done = bench(*options, ranks=3, operator=operator.replace("_", "-"))
+    assert done.returncode == 0, done.stderr
+    (record,) = records.read(path)
+    assert record["shape"] == {"tokens": 50, "H": 24, "I": 9, "E": 7, "k": 3}
+    assert record["routing"] == "zipf"
+    assert isinstance(record["unfused_ms"], float)
+    assert f"{operator} 50 x 24 x 9 x 7 x 3 float32 zipf" in done.stdout
+
+
+def test_a_route_says_who_sends_what():
+    """Of two ranks with two experts each, the second one."""
+    ids = np.array([[0, 2], [3, 2], [1, 0], [2, 3]])
+    route = moe.Route(ids, (3, 1), 4, 1)
+    assert route.offsets.tolist() == [0, 3, 5]
+    assert route.row_tokens.tolist() == [0, 1, 3, 1, 3]
+    assert (route.capacity, route.landing) == (5, [0, 2])
+    assert route.returning == [2, 0]
+    assert (route.sent_counts, route.received_counts) == ([0, 2], [3, 2])
+    assert route.sent.tolist() == [0, 0]
+    # Tokens 0 and 1 for the first expert, 1 for the second, then those of this rank.
+    arrived = np.array([0, 1, 1, 3, 3])
+    assert arrived[route.order].tolist() == route.row_tokens.tolist()
+    chosen = moe.choose(1000, 8, 2, "zipf")
+    assert (chosen[:, 0] != chosen[:, 1]).all()
+    counts = np.bincount(chosen.ravel(), minlength=8)
+    assert counts[0] > 2 * counts[3] > 2 * counts[7]
 
 
 @pytest.mark.mpi

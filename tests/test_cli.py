@@ -34,6 +34,11 @@ def run(ranks, a, b, c, *options, operator="allgather-gemm"):
     return mpirun(ranks, "-m", "mkernel_cp", *args)
 
 
+def run_experts(ranks, operator, inputs, output, *options):
+    args = ("run", operator, *inputs, "-o", output, *options)
+    return mpirun(ranks, "-m", "mkernel_cp", *args)
+
+
 def on_ranks(ranks, body, **options):
     """Run the body of a function of ``comm`` as a command."""
     program = (
@@ -136,6 +141,54 @@ def test_run_of_sums_as_numpy(files, tmp_path, operator):
     parts = [np.array_split(a, 3, axis=1), np.array_split(b, 3)]
     reference.gemm_allreduce(*parts).assert_close(np.load(tmp_path / "C.npy"))
     assert os.listdir(tmp_path) == ["C.npy"]
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """Files of tokens, their choices and experts, and what is made of them."""
+    folder, random = tmp_path_factory.mktemp("experts"), np.random.default_rng(1)
+    ids = random.integers(-1, 5, (19, 3))
+    arrays = {
+        "x": random.standard_normal((19, 8)),
+        "ids": ids,
+        "weights": random.random((19, 3)),
+        "w1": random.standard_normal((5, 8, 6)),
+        "w2": random.standard_normal((5, 6, 4)),
+        "wrong": np.where(ids == ids[2, 1], 5, ids),
+    }
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    return folder, arrays
+
+
+@pytest.mark.mpi
+def test_run_of_experts_as_numpy(experts, tmp_path):
+    folder, arrays = experts
+    x, ids, weights, w1, w2 = (arrays[name] for name in ("x", "ids", "weights", "w1", "w2"))
+    names = [folder / f"{name}.npy" for name in ("x", "ids", "w1")]
+    done = run_experts(3, "moe-dispatch-gemm", names, tmp_path / "rows.npy")
+    assert done.returncode == 0, done.stderr
+    rows, _ = reference.moe_dispatch_gemm([x], [ids], w1, 0, 5)
+    rows.assert_close(np.load(tmp_path / "rows.npy"))
+    names = [folder / f"{name}.npy" for name in ("x", "ids", "weights", "w1", "w2")]
+    done = run_experts(2, "moe-layer", names, tmp_path / "y.npy", "--activation", "gelu")
+    assert done.returncode == 0, done.stderr
+    layer = reference.moe_layer([x], [ids], weights, [w1], [w2], 0, 5, "gelu")
+    layer.assert_close(np.load(tmp_path / "y.npy"))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("x wrong w1", "wrong.npy has 5 at ("),
+        ("x ids w2", "w2.npy has shape (5, 6, 4): with the other files it needs (5, 8, 4)"),
+    ],
+)
+def test_run_of_experts_refuses_with_one_message(experts, tmp_path, names, words):
+    paths = [experts[0] / f"{name}.npy" for name in names.split()]
+    assert words in message(run_experts(1, "moe-dispatch-gemm", paths, tmp_path / "y.npy"))
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.mpi

@@ -29,7 +29,10 @@ MAY_SPILL = {
     ("gemm_allreduce", "sm_90a"): 96,
     ("gemm_allreduce_one_shot", "sm_80"): 160,
     ("gemm_allreduce_one_shot", "sm_90a"): 64,
+    # What a thread knows of tokens and of a second product is kept in memory while it multiplies.
     ("moe_dispatch_gemm", "sm_80"): 64,
+    ("moe_dispatch_gemm", "sm_90a"): 352,
+    ("moe_layer", "sm_80"): 384,
     ("moe_layer", "sm_90a"): 640,
 }
 ARCHITECTURES = ("sm_80", "sm_90a")
@@ -134,10 +137,17 @@ def test_compiles_with_the_hopper_engine(name, types, cluster):
     assert name != "allgather_gemm" or "0 bytes spill stores, 0 bytes spill loads" in log, log
 
 
-# They do not run on GPUs yet.
+def experts(dtype, other, activation="none"):
+    """The macros of an operator on experts: of its results or of sums on their way, too."""
+    words = {"MK_TYPE": dtype, "MK_OUT_TYPE": other, "MK_TRANSFER_TYPE": other}
+    return words | {"MK_ACTIVATION": activation}
+
+
 EXPERTS = [
-    ("moe_dispatch_gemm", "sm_80", {"MK_TYPE": "bfloat16", "MK_OUT_TYPE": "float"}),
-    ("moe_combine", "sm_80", {"MK_TYPE": "float16", "MK_TRANSFER_TYPE": "float"}),
+    ("moe_dispatch_gemm", "sm_80", experts("bfloat16", "bfloat16")),
+    ("moe_dispatch_gemm", "sm_90a", experts("float16", "float")),
+    ("moe_combine", "sm_80", experts("float16", "float")),
+    ("moe_layer", "sm_80", experts("float", "float", "gelu")),
     ("moe_layer", "sm_90a", {}),
 ]
 

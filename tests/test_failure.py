@@ -11,6 +11,7 @@ import worlds
 
 import mkernel_cp as mk
 from mkernel_cp import lifetime
+from mkernel_cp.failure import Problem
 
 A, B = np.ones((4, 6)), np.ones((6, 5))
 SUMS = (mk.gemm_reduce_scatter, mk.gemm_allreduce)
@@ -565,6 +566,37 @@ def test_what_fails_before_the_launch_is_told_to_the_peers(monkeypatch):
     assert time.monotonic() - began < 5
     assert isinstance(results[1], ZeroDivisionError)
     all_are(results[:1], mk.PeerError, "rank 1", "ZeroDivisionError")
+
+
+def note_fault(comm, rank):
+    """Write what a kernel would, which has found too many rows for a rank."""
+    fault = comm._pages[comm.rank].words.fault
+    fault.generation, fault.rank, fault.values[:] = comm.generation, rank, (9, 4, 0)
+    fault.problem = Problem.CAPACITY
+
+
+def test_wrong_data_that_are_seen_late_are_told_by_a_call_that_is_made_all_the_same():
+    """Each rank sees them when it does; nobody waits in vain for one that has raised."""
+
+    def program(comm):
+        comm.barrier()
+        for seen in range(3):
+            for call in range(3):
+                if call == seen * (comm.rank + 1) % 3:
+                    note_fault(comm, 1)
+                    with pytest.raises(mk.CapacityError, match="rank 1 would get 9"):
+                        mk.allgather_gemm(A, B, comm=comm)
+                else:
+                    np.testing.assert_array_equal(mk.allgather_gemm(A, B, comm=comm), 6)
+            note_fault(comm, 1)
+            with pytest.raises(mk.CapacityError, match="would get 9 rows, and has room for 4"):
+                comm.synchronize()
+            comm.barrier()
+        note_fault(comm, 1)
+        with pytest.raises(mk.CapacityError, match="would get 9 rows"):
+            comm.close()
+
+    assert outcomes(3, program) == [None] * 3
 
 
 @pytest.mark.parametrize("call", ["cold", "odd strides"])

@@ -108,6 +108,27 @@ def test_a_module_for_another_target_or_gpu_is_refused(tmp_path):
 
 
 @pytest.mark.gpu(world=2)
+def test_wrong_data_are_told_by_a_later_call_which_is_made_all_the_same():
+    def program(comm):
+        x, w = (worlds.put(comm, np.ones(shape, np.float16)) for shape in ((4, 8), (1, 8, 16)))
+        right, wrong = (worlds.put(comm, np.full((4, 1), expert)) for expert in (1, 2))
+        asked = {"comm": comm, "capacity": 8}
+        rows, layout = mk.moe_dispatch_gemm(x, right, w, **asked)
+        out = worlds.put(comm, np.full((8, 16), 7, np.float16))
+        spin(0.5)
+        mk.moe_dispatch_gemm(x, wrong, w, out=(out, layout), **asked)
+        with pytest.raises(ValueError, match=r"rank 0 passes topk_idx\[0, 0\] = 2"):
+            comm.synchronize()
+        assert (out.get() == 7).all()
+        assert int(layout.count) == 0
+        rows, layout = mk.moe_dispatch_gemm(x, right, w, **asked)
+        assert (layout.trim(rows).get() == 8).all()
+        assert int(layout.count) == 8 * comm.rank
+
+    worlds.run(2, program)
+
+
+@pytest.mark.gpu(world=2)
 @pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16])
 def test_a_trace_has_all_ranks_on_one_clock(tmp_path, dtype):
     def program(comm):

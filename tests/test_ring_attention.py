@@ -155,11 +155,6 @@ def assert_right(comm, case, seed, results):
         part.assert_close(result, f"rank {comm.rank}")
 
 
-def small_tile(comm, tile):
-    """A tile that makes many of a small problem; engines of GPUs have but one."""
-    return None if comm.machine.gpu else tile
-
-
 @pytest.mark.operator
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_reference(case):
@@ -182,7 +177,7 @@ def test_many_units_pass_through_a_small_window(size, units):
     slot = max(map(slot.slot_bytes, range(size)))
 
     def program(comm):
-        options = mk.Options((2, 2), small_tile(comm, (4, 5, 6)), 60)
+        options = mk.Options((2, 2), worlds.small_tile(comm, (4, 5, 6)), 60)
         worlds.chaos(comm, seed=size + units, delay_ns=(100_000, 400_000))
         asked = {"max_workspace": units * slot + slot // 2, "options": options}
         for seed in (1, 2, 3):
@@ -376,7 +371,7 @@ def test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy(layout, dtyp
 
     def program(comm):
         own = (worlds.put(comm, x[comm.rank]) for x in (q, k, v))
-        options = mk.Options(tile=small_tile(comm, (4, 3, 8)))
+        options = mk.Options(tile=worlds.small_tile(comm, (4, 3, 8)))
         out, lse = mk.ring_attention(
             *own,
             comm=comm,

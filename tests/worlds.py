@@ -120,6 +120,11 @@ def different_options(comm, dtype):
     return [None, Options((2, 2), None, 1000), Options(tile=tile)]
 
 
+def small_tile(comm, tile):
+    """A tile that makes many of a small problem; engines of GPUs have larger ones only."""
+    return None if comm.machine.gpu else tile
+
+
 def one_shot(always):
     """Let gemm_allreduce take one shot always, or never, whatever the shape: a context manager."""
     return mock.patch.object(plan, "_HANDOVERS_S", np.inf if always else -np.inf)

@@ -10,7 +10,7 @@ from .. import reference
 from ..operators.allgather_gemm import AllGatherGemm, allgather_gemm
 from . import baselines
 from .baselines import Operands
-from .operator import OperatorBench, Sample, Way
+from .operator import OperatorBench, Sample, Shape, Way
 from .timing import Call
 
 _SMALL = 32, 64, 64  # rows of a rank, K, N
@@ -59,8 +59,8 @@ class AllGatherGemmBench(OperatorBench):
         ways = {name: Way(self._in_turn(sets, run), sample) for name, run in runs.items()}
         return ways | {"unfused_ms": Way(self._unfused(sets), sample)}
 
-    def _bytes_in(self, counts: Sequence[int], k: int, n: int) -> int:
-        return (sum(counts) - min(counts)) * k * self._dtype.itemsize
+    def _bytes_in(self, one: Operands, shape: Shape) -> int:
+        return (sum(one.row_counts) - min(one.row_counts)) * shape[1] * self._dtype.itemsize
 
     def _unfused(self, sets: Sequence[Operands]) -> Callable[[], Call] | str:
         """Return what makes the call that gathers and then multiplies, or why there is none."""

@@ -295,6 +295,79 @@ class Nccl4pyReduction:
                 start += rows
 
 
+Exchange = Callable[[Any, Sequence[int], Any, Sequence[int]], None]
+"""Sends rows to all ranks, as many as it says to each, and puts what comes from them together."""
+
+
+def exchange_for(comm: Communicator) -> Exchange:
+    """Return the all-to-all of NCCL, or of MPI on the host target. Collective.
+
+    Raises
+    ------
+    ConfigurationError
+        If neither CuPy nor nccl4py gives NCCL.
+    """
+    return _library_for(comm, MpiExchange, CupyExchange, Nccl4pyExchange)
+
+
+class MpiExchange:
+    """MPI_Alltoallv."""
+
+    def __init__(self, comm: Communicator):
+        self._mpi = comm.mpi
+
+    def __call__(
+        self, own: np.ndarray, sent: Sequence[int], theirs: np.ndarray, received: Sequence[int]
+    ) -> None:
+        row = own.shape[1] * own.itemsize
+        sizes = ([count * row for count in counts] for counts in (sent, received))
+        to, source = zip((own.view(np.uint8), theirs.view(np.uint8)), sizes, strict=True)
+        self._mpi.Alltoallv(list(to), list(source))
+
+
+class CupyExchange:
+    """A group of ncclSend and ncclRecv, through CuPy."""
+
+    def __init__(self, comm: Communicator):
+        self._nccl = nccl = importlib.import_module("cupy.cuda.nccl")
+        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
+        identity = _of_first_rank(comm, nccl.get_unique_id)
+        self._comm = nccl.NcclCommunicator(comm.size, identity, comm.rank)
+
+    def __call__(self, own: Any, sent: Sequence[int], theirs: Any, received: Sequence[int]) -> None:
+        nccl, stream = self._nccl, self._current_stream().ptr
+        row, source, to = own.shape[1] * own.itemsize, own.data.ptr, theirs.data.ptr
+        nccl.groupStart()
+        for peer, (out, back) in enumerate(zip(sent, received, strict=True)):
+            if out:
+                self._comm.send(source, out * row, nccl.NCCL_UINT8, peer, stream)
+            if back:
+                self._comm.recv(to, back * row, nccl.NCCL_UINT8, peer, stream)
+            source, to = source + out * row, to + back * row
+        nccl.groupEnd()
+
+
+class Nccl4pyExchange:
+    """The same through nccl4py, for a CuPy that was built without NCCL."""
+
+    def __init__(self, comm: Communicator):
+        self._nccl = nccl = importlib.import_module("nccl.core")
+        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
+        identity = _of_first_rank(comm, nccl.get_unique_id)
+        self._comm = nccl.Communicator.init(comm.size, comm.rank, identity)
+
+    def __call__(self, own: Any, sent: Sequence[int], theirs: Any, received: Sequence[int]) -> None:
+        own, theirs, stream = own.view(np.uint8), theirs.view(np.uint8), self._current_stream().ptr
+        source = to = 0
+        with self._nccl.group():
+            for peer, (out, back) in enumerate(zip(sent, received, strict=True)):
+                if out:
+                    self._comm.send(own[source : source + out], peer, stream=stream)
+                if back:
+                    self._comm.recv(theirs[to : to + back], peer, stream=stream)
+                source, to = source + out, to + back
+
+
 def _of_first_rank(comm: Communicator, make: Callable[[], Any]) -> Any:
     return comm.agree("to start NCCL", lambda: make() if comm.rank == 0 else None)[0]
 
@@ -453,9 +526,7 @@ _FIGURES = {
 }
 
 
-def figure(
-    name: str, operator: str, world: int, shape: tuple[int, int, int], dtype: np.dtype
-) -> str:
+def figure(name: str, operator: str, world: int, shape: tuple[int, ...], dtype: np.dtype) -> str:
     """Return words for a rival's time in an earlier run, or none if there is no such time."""
     ms = _FIGURES.get((name, operator), {}).get(shape)
     if ms is None or world != 4 or dtype != ml_dtypes.bfloat16:

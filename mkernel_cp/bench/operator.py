@@ -22,8 +22,8 @@ from .timing import Call
 _SETS = 3  # of operands, used in turn: what the call before has left in a cache is of no use
 _SAMPLE = 64, 256  # rows and columns whose results are compared
 
-Shape = tuple[int, int, int]
-"""M, K, N as records have them."""
+Shape = tuple[int, ...]
+"""Extents as records have them, in the order of `OperatorBench.keys`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +57,8 @@ class OperatorBench(abc.ABC):
     ----------
     operator : str
         What is measured.
+    keys : tuple of str
+        What records call the extents of a shape.
     shapes, quick_shapes : dict
         By target, what is measured if nothing else is asked for.
     link_rate, network_rate : float
@@ -65,6 +67,7 @@ class OperatorBench(abc.ABC):
     """
 
     operator: ClassVar[str]
+    keys: ClassVar[tuple[str, ...]] = ("M", "K", "N")
     shapes: ClassVar[dict[str, tuple[Shape, ...]]]
     quick_shapes: ClassVar[dict[str, tuple[Shape, ...]]]
 
@@ -91,7 +94,7 @@ class OperatorBench(abc.ABC):
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, comm: Communicator, dtype: np.dtype) -> Iterator["OperatorBench"]:
+    def opened(cls, comm: Communicator, dtype: np.dtype, **asked: Any) -> Iterator["OperatorBench"]:
         """Give the benchmark of a communicator of processes, for operands of one dtype."""
         baselines.without_multicast()
         clock = timing.clock_for(comm)
@@ -101,7 +104,7 @@ class OperatorBench(abc.ABC):
             Communicator(part, target=comm.target, device=clock.device(), nodes=1) as alone,
             contextlib.closing(timing.Gate(comm)) as gate,
         ):
-            self = cls(comm, alone, clock, gate, dtype)
+            self = cls(comm, alone, clock, gate, dtype, **asked)
             yield self
             for rival in self._rivals.values():
                 if not isinstance(rival, str):
@@ -133,8 +136,8 @@ class OperatorBench(abc.ABC):
         """Return the part of a library that moves the data of the unfused way. Collective."""
 
     @abc.abstractmethod
-    def _operands(self, m: int, k: int, n: int, number: int) -> Operands:
-        """Return a set of random operands."""
+    def _operands(self, *shape_and_number: int) -> Operands:
+        """Return a set of random operands, of a shape and with a number of its own."""
 
     @abc.abstractmethod
     def _steps(self, one: Operands) -> contextlib.AbstractContextManager:
@@ -149,28 +152,28 @@ class OperatorBench(abc.ABC):
         return ways["fused_ms"].sample
 
     @abc.abstractmethod
-    def _bytes_in(self, counts: Sequence[int], k: int, n: int) -> int:
+    def _bytes_in(self, one: Operands, shape: Shape) -> int:
         """Return the bytes that must come to the rank that gets most."""
 
     # --- a shape ----------------------------------------------------------------------------------
 
-    def measure(self, m: int, k: int, n: int) -> dict[str, Any]:
+    def measure(self, *shape: int) -> dict[str, Any]:
         """Return what a record has of a shape that is measured, with operands of its own.
 
         Words stand for the time of a baseline that does not run here, and of a wrong result.
 
         Parameters
         ----------
-        m, k, n : int
+        *shape : int
             As records have them. Where ranks share out rows, they do as `numpy.array_split`.
         """
         try:
-            return self._measure(m, k, n)
+            return self._measure(shape)
         finally:
             gc.collect()  # so that the next shape finds room
 
-    def _measure(self, m: int, k: int, n: int) -> dict[str, Any]:
-        sets = [self._operands(m, k, n, number) for number in range(_SETS)]
+    def _measure(self, shape: Shape) -> dict[str, Any]:
+        sets = [self._operands(*shape, number) for number in range(_SETS)]
         with self._steps(sets[0]) as (fused, engine):
             ways = self._ways(sets, fused, engine)
             sample = self._rivals_sample(ways)
@@ -187,12 +190,12 @@ class OperatorBench(abc.ABC):
             calls = {name: call for name, call in found.items() if not isinstance(call, str)}
             found |= timing.interleaved_ms(self._comm, self._clock, self._gate, calls)
             plan = fused.plan.to_json()
-            bytes_in, bytes_out = self._bytes_in(sets[0].row_counts, k, n), 0
+            bytes_in, bytes_out = self._bytes_in(sets[0], shape), 0
             if self._comm.num_nodes > 1:
                 both = fused.plan.bytes_from_peers, fused.plan.bytes_to_network
                 crossing = self._comm.agree("what crosses links", lambda: both)
                 bytes_in, bytes_out = map(max, zip(*crossing, strict=True))
-        rivals = {name: self._told(name, (m, k, n), found.pop(name)) for name in self._rivals}
+        rivals = {name: self._told(name, shape, found.pop(name)) for name in self._rivals}
         return {
             **found,
             "transfer_ms": 1e3 * bytes_in / self.link_rate,

@@ -26,9 +26,10 @@ KEYS = (
     *("compute_ms", "transfer_ms", "network_ms", "engine_ms", "unfused_ms", "fused_ms", "floor_ms"),
     *("efficiency", "host_us", "rivals", "plan", "versions"),
 )
-_SHAPE_KEYS = dict.fromkeys(
-    ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"), ("M", "K", "N")
-)
+_SHAPE_KEYS = {
+    **dict.fromkeys(("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"), ("M", "K", "N")),
+    **dict.fromkeys(("moe_dispatch_gemm", "moe_layer"), ("tokens", "H", "I", "E", "k")),
+}
 _HOST_KEYS = ("class", "function")
 _ALWAYS_MEASURED = ("compute_ms", "engine_ms", "fused_ms")
 _FLOOR = ("compute_ms", "transfer_ms", "network_ms")
@@ -41,6 +42,7 @@ def make_record(
     shape: Mapping[str, int],
     dtype: str,
     repeats: Sequence[Mapping[str, Any]],
+    routing: str | None = None,
 ) -> dict[str, Any]:
     """Return the record of a case that was measured several times: medians.
 
@@ -60,7 +62,7 @@ def make_record(
         "operator": operator,
         "shape": dict(shape),
         "dtype": dtype,
-        "routing": None,
+        "routing": routing,
         "world": comm.size,
         "nodes": comm.num_nodes,
         "target": comm.target,
@@ -180,12 +182,13 @@ _COLUMNS = ("compute", "transfer", "network", "floor", "engine", "unfused", "fus
 
 def headings(rivals: Sequence[str]) -> str:
     """Return the first line of a table; times are in ms, but the host's in microseconds."""
-    return _line("operator, M x K x N, dtype", [*_COLUMNS, "efficiency", "host us", *rivals])
+    return _line("operator, shape, dtype", [*_COLUMNS, "efficiency", "host us", *rivals])
 
 
 def line(record: Mapping[str, Any]) -> str:
     """Return the line of a record; a dash stands for words."""
-    title = f"{record['operator']} {_extents(record['shape'])} {record['dtype']}"
+    routing = f" {record['routing']}" if record["routing"] else ""
+    title = f"{record['operator']} {_extents(record['shape'])} {record['dtype']}{routing}"
     times = [record[f"{name}_ms"] for name in _COLUMNS]
     cells = [
         *map(_ms, times),

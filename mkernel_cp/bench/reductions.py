@@ -11,7 +11,7 @@ from ..operators.gemm_allreduce import GemmAllReduce, gemm_allreduce
 from ..operators.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
 from . import baselines
 from .baselines import Operands
-from .operator import OperatorBench, Sample, Way
+from .operator import OperatorBench, Sample, Shape, Way
 
 _SMALL = 128, 64, 64  # M, K of a rank, N
 
@@ -85,7 +85,8 @@ class ReductionBench(OperatorBench):
     def _rivals_sample(self, ways: dict[str, Way]) -> Sample:
         return ways["unfused_ms"].sample
 
-    def _bytes_in(self, counts: Sequence[int], k: int, n: int) -> int:
+    def _bytes_in(self, one: Operands, shape: Shape) -> int:
+        counts, n = one.row_counts, shape[2]
         partials = ((len(counts) - 1) * rows for rows in counts)
         sums = ((sum(counts) - rows) * self.whole for rows in counts)
         return max(map(sum, zip(partials, sums, strict=True))) * n * self._dtype.itemsize

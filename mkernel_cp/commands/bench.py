@@ -11,6 +11,7 @@ import numpy as np
 from .. import __version__
 from ..bench import records
 from ..bench.allgather_gemm import AllGatherGemmBench
+from ..bench.moe import MoeDispatchGemmBench, MoeLayerBench
 from ..bench.operator import OperatorBench
 from ..bench.reductions import GemmAllReduceBench, GemmReduceScatterBench
 from ..communicator import Communicator
@@ -19,7 +20,13 @@ from .job import CommandError, together
 
 BENCHES: dict[str, type[OperatorBench]] = {
     kind.operator.replace("_", "-"): kind
-    for kind in (AllGatherGemmBench, GemmReduceScatterBench, GemmAllReduceBench)
+    for kind in (
+        AllGatherGemmBench,
+        GemmReduceScatterBench,
+        GemmAllReduceBench,
+        MoeDispatchGemmBench,
+        MoeLayerBench,
+    )
 }
 _TARGETS = {
     "cuda": "device time in ms, queued ahead of the host",
@@ -27,12 +34,16 @@ _TARGETS = {
 }
 
 
-def shape(text: str) -> tuple[int, int, int]:
-    """Return the numbers of ``M,K,N``, for `argparse`."""
-    m, k, n = map(int, text.split(","))
-    if min(m, k, n) < 1:
-        raise ValueError
-    return m, k, n
+def shape_of(keys: tuple[str, ...]) -> Callable[[str], tuple[int, ...]]:
+    """Return what reads the numbers of ``M,K,N`` or the like, for `argparse`."""
+
+    def shape(text: str) -> tuple[int, ...]:
+        extents = tuple(map(int, text.split(",")))
+        if len(extents) != len(keys) or min(extents) < 1:
+            raise ValueError
+        return extents
+
+    return shape
 
 
 def repeats(text: str) -> int:
@@ -52,19 +63,21 @@ def bench(comm: Communicator, arguments: argparse.Namespace) -> int:
     kind = BENCHES[arguments.operator]
     together(comm, "to look at the outputs", lambda: _check_outputs(comm, arguments))
     shapes = arguments.shape or (kind.quick_shapes if arguments.quick else kind.shapes)[comm.target]
-    dtype = np.dtype(arguments.dtype)
+    dtype, routing = np.dtype(arguments.dtype), getattr(arguments, "routing", None)
+    asked = {} if routing is None else {"routing": routing}
     done: list[dict[str, Any]] = []
     wrong: list[str] = []
     with (
         _progress(comm, len(shapes) * arguments.repeat) as (say, advance),
-        kind.opened(comm, dtype) as measurement,
+        kind.opened(comm, dtype, **asked) as measurement,
     ):
         say(_title(comm, measurement.link_rate, measurement.network_rate))
-        for m, k, n in shapes:
-            measured = [advance(measurement.measure(m, k, n)) for _ in range(arguments.repeat)]
+        for extents in shapes:
+            measured = [advance(measurement.measure(*extents)) for _ in range(arguments.repeat)]
+            named = dict(zip(kind.keys, extents, strict=True))
             try:
                 record = records.make_record(
-                    comm, kind.operator, {"M": m, "K": k, "N": n}, dtype.name, measured
+                    comm, kind.operator, named, dtype.name, measured, routing
                 )
             except Error as error:
                 wrong.append(str(error))

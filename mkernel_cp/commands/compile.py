@@ -10,11 +10,13 @@ import numpy as np
 from .. import compiler, plan
 from ..attention_plan import attention_tiles
 from ..errors import CompileError, ConfigurationError
+from ..moe_plan import ACTIVATIONS
 from .job import say
 
 # Of those that multiply, whether partial sums travel, whose dtype then is that of the operands.
 _GEMMS = {"allgather_gemm": False, "gemm_reduce_scatter": True, "gemm_allreduce": True}
-OPERATORS = (*_GEMMS, "ring_attention")
+_EXPERTS = "moe_dispatch_gemm", "moe_combine", "moe_layer"
+OPERATORS = (*_GEMMS, "ring_attention", *_EXPERTS)
 # Where an operator has more kernels than that of its name.
 _FORMS = {"gemm_allreduce": ("gemm_allreduce", "gemm_allreduce_one_shot")}
 
@@ -27,7 +29,8 @@ _SHARED_KIB_OF_OTHERS = 99
 def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
     """Return the macros of an operator's kernels: for every dtype, the tiles that plans take.
 
-    Those of the GEMMs are for operands in C order; attention has one for each width of heads.
+    Those of the GEMMs are for operands in C order; attention has one for each width of heads, and a
+    layer of experts one for each activation, whose sums travel in the dtype of the operands.
     """
     kib = _SHARED_KIB.get(arch[3:].rstrip("af"), _SHARED_KIB_OF_OTHERS)
     gpu = plan.Gpu(arch, 0, kib << 10)
@@ -36,6 +39,25 @@ def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
             {"MK_TYPE": plan.cpp_type(dtype), **tile.defines(dtype)}
             for dtype in plan.DTYPES
             for tile in attention_tiles(dtype, arch, gpu.shared_bytes)
+        ]
+    if operator == "moe_layer":
+        return [
+            {
+                "MK_TYPE": plan.cpp_type(dtype),
+                "MK_TRANSFER_TYPE": plan.cpp_type(dtype),
+                "MK_ACTIVATION": activation or "none",
+            }
+            for dtype in plan.DTYPES
+            for activation in ACTIVATIONS
+        ]
+    if operator in _EXPERTS:
+        other = "MK_TRANSFER_TYPE" if operator == "moe_combine" else "MK_OUT_TYPE"
+        return [
+            {"MK_TYPE": plan.cpp_type(dtype), other: plan.cpp_type(out_dtype)}
+            for dtype in plan.DTYPES
+            for out_dtype in (
+                {dtype: dtype, _FLOAT32: _FLOAT32} if dtype.itemsize == 2 else [dtype]
+            )
         ]
     kinds = [(dtype, dtype, False) for dtype in plan.DTYPES]
     kinds += [(dtype, _FLOAT32, dtype == _FLOAT32) for dtype in plan.DTYPES if dtype.itemsize < 8]

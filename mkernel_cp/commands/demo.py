@@ -270,6 +270,11 @@ class _Experts:
             for shape in ((case.h, halves * case.inner), (case.inner, case.n))
         )
 
+    def of(self, comm: Communicator, *names: str) -> list[Any]:
+        """Return operands of a rank, its tokens where peers can read them."""
+        own = [comm.machine.asarray(getattr(self, name)[comm.rank], None) for name in names]
+        return [comm.asarray(x) if name == "x" else x for name, x in zip(names, own, strict=True)]
+
     def tokens_to(self, rank: int) -> int:
         """Return how many tokens of peers the experts of a rank want."""
         peers = (ids for source, ids in enumerate(self.ids) if source != rank)
@@ -285,7 +290,7 @@ def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
     expected, routing = reference.moe_dispatch_gemm(
         data.x, data.ids, data.w1[rank], rank, case.experts
     )
-    own = comm.asarray(data.x[rank]), data.ids[rank], data.w1[rank]
+    own = data.of(comm, "x", "ids", "w1")
     wrong = []
     with MoeDispatchGemm(*own, comm=comm, num_experts=case.experts) as step:
 
@@ -304,17 +309,16 @@ def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
 
 def _moe_combine(comm: Communicator, case: _ExpertCase) -> _Measured:
     data, rank = _Experts(case, comm.size), comm.rank
-    own = data.x[rank], data.ids[rank], data.w1[rank]
+    own = data.of(comm, "x", "ids", "w1")
     with MoeDispatchGemm(*own, comm=comm, num_experts=case.experts) as dispatch:
         rows, layout = dispatch(*own)
-    rows = np.array(comm.machine.asnumpy(layout.trim(rows)))
-    blocks = comm.agree("the rows of the demo", lambda: rows)
+    rows, (weights,) = layout.trim(rows), data.of(comm, "weights")
+    found = np.array(comm.machine.asnumpy(rows))
+    blocks = comm.agree("the rows of the demo", lambda: found)
     expected = reference.moe_combine(blocks, data.ids, data.weights[rank], rank, case.experts)
-    with MoeCombine(rows, data.weights[rank], layout, comm=comm) as step:
+    with MoeCombine(rows, weights, layout, comm=comm) as step:
         planned = data.sums_to(rank) * case.inner * expected.dtype.itemsize
-        return _time(
-            comm, expected, lambda out: step(rows, data.weights[rank], layout, out=out), planned
-        )
+        return _time(comm, expected, lambda out: step(rows, weights, layout, out=out), planned)
 
 
 def _moe_layer(comm: Communicator, case: _ExpertCase) -> _Measured:
@@ -323,8 +327,7 @@ def _moe_layer(comm: Communicator, case: _ExpertCase) -> _Measured:
         *(data.x, data.ids, data.weights[rank], data.w1, data.w2),
         *(rank, case.experts, case.activation),
     )
-    blocks = data.ids, data.weights, data.w1, data.w2
-    own = (comm.asarray(data.x[rank]), *(block[rank] for block in blocks))
+    own = data.of(comm, "x", "ids", "weights", "w1", "w2")
     asked = {"num_experts": case.experts, "activation": case.activation}
     with MoeLayer(*own, comm=comm, **asked) as step:
         columns = data.tokens_to(rank) * case.h + data.sums_to(rank) * case.n
@@ -389,12 +392,11 @@ class _Operator:
     name: str
     cases: Callable[[int], Iterator[Any]]
     run: Callable[[Communicator, Any], _Measured]
-    targets: tuple[str, ...] = ("host", "cuda")
     across_nodes: bool = False
 
     def runs_on(self, comm: Communicator) -> bool:
         """Return whether it works for these ranks."""
-        return comm.target in self.targets and (self.across_nodes or comm.num_nodes == 1)
+        return self.across_nodes or comm.num_nodes == 1
 
     def cases_for(self, comm: Communicator) -> Iterator[Any]:
         """Yield the cases for these ranks; between nodes two types stand for all."""
@@ -409,16 +411,9 @@ _OPERATORS = (
     _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
     _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce, across_nodes=True),
     _Operator("ring_attention", _attention_cases, _ring_attention),
-    _Operator(
-        "moe_dispatch_gemm", lambda n: _expert_cases(n, *_NOTHING), _moe_dispatch_gemm, ("host",)
-    ),
-    _Operator("moe_combine", lambda n: _expert_cases(n, *_NOTHING), _moe_combine, ("host",)),
-    _Operator(
-        "moe_layer",
-        lambda n: _expert_cases(n, "swiglu", "silu", "gelu", None),
-        _moe_layer,
-        ("host",),
-    ),
+    _Operator("moe_dispatch_gemm", lambda n: _expert_cases(n, *_NOTHING), _moe_dispatch_gemm),
+    _Operator("moe_combine", lambda n: _expert_cases(n, *_NOTHING), _moe_combine),
+    _Operator("moe_layer", lambda n: _expert_cases(n, "swiglu", "silu", "gelu", None), _moe_layer),
 )
 
 

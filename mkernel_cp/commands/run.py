@@ -9,6 +9,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from ..communicator import Communicator
 from ..operators import allgather_gemm as gather
 from ..operators import gemm_allreduce as reduce
 from ..operators import gemm_reduce_scatter as scatter
+from ..operators.moe_dispatch_gemm import moe_dispatch_gemm as dispatch
+from ..operators.moe_layer import moe_layer as layer
 from ..plan import check_dtype, output_dtype
+from ..reference import accumulator_dtype, array_split_counts
 from .job import together
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # What NumPy makes of bfloat16 in a file: two bytes without a meaning.
 _VOID = np.dtype("V2")
+_IDS = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def allgather_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
@@ -63,6 +68,92 @@ def gemm_allreduce(comm: Communicator, arguments: argparse.Namespace) -> int:
     return _multiply(comm, arguments, work)
 
 
+def moe_dispatch_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Multiply the tokens of a file with the experts that another one names, in order of experts.
+
+    Rows are in the order of expert, token and slot; the tokens and the experts are split by rank.
+    """
+
+    def open_inputs() -> tuple[list[np.ndarray], _Result]:
+        x, ids = _open_tokens(arguments)
+        w = _open_array(arguments.w, 3, like=(arguments.x, x.dtype))
+        _check_shape(arguments.w, w.shape, (w.shape[0], x.shape[1], w.shape[2]))
+        _check_ids(arguments.topk_idx, ids, len(w))
+        dtype = output_dtype(x.dtype, arguments.dtype)
+        shape = int(np.count_nonzero(ids >= 0)), w.shape[2]
+        return [x, ids, w], _Result(shape, dtype, f"{x.shape} @ {w.shape} {x.dtype}")
+
+    def work(x: np.ndarray, ids: np.ndarray, w: np.ndarray, rows: np.ndarray) -> None:
+        counts = _rows_of_ranks(comm, ids, len(w))
+        tokens, experts = comm.rows(len(x)), comm.rows(len(w))
+        own = _operands(comm, x[tokens], ids[tokens], w[experts])
+        asked = {"num_experts": len(w), "capacity": max(counts), "dtype": rows.dtype}
+        found, layout = dispatch(*own, comm=comm, **asked)
+        first = sum(counts[: comm.rank])
+        rows[first : first + counts[comm.rank]] = comm.machine.asnumpy(layout.trim(found))
+        comm.synchronize()
+
+    return _fill(comm, arguments.output, open_inputs, work)
+
+
+def moe_layer(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Make of the tokens of a file what a layer of experts makes of them.
+
+    The tokens and the experts are split by rank.
+    """
+    activation = None if arguments.activation == "none" else arguments.activation
+
+    def open_inputs() -> tuple[list[np.ndarray], _Result]:
+        x, ids = _open_tokens(arguments)
+        like = arguments.x, x.dtype
+        w1, w2 = (_open_array(path, 3, like=like) for path in (arguments.w1, arguments.w2))
+        experts, inner, columns = w2.shape
+        halves = 2 if activation == "swiglu" else 1
+        _check_shape(arguments.w1, w1.shape, (experts, x.shape[1], halves * inner))
+        weights = _open_array(arguments.topk_weight, 2, (accumulator_dtype(x.dtype),))
+        _check_shape(arguments.topk_weight, weights.shape, ids.shape)
+        _check_ids(arguments.topk_idx, ids, experts)
+        words = f"{x.shape} by {experts} experts, {arguments.activation} {x.dtype}"
+        return [x, ids, weights, w1, w2], _Result((len(x), columns), x.dtype, words)
+
+    def work(x: Any, ids: Any, weights: Any, w1: Any, w2: Any, y: np.ndarray) -> None:
+        capacity = max(_rows_of_ranks(comm, ids, len(w1)))
+        tokens, experts = comm.rows(len(x)), comm.rows(len(w1))
+        own = _operands(comm, x[tokens], ids[tokens], weights[tokens], w1[experts], w2[experts])
+        asked = {"activation": activation, "num_experts": len(w1), "capacity": capacity}
+        y[tokens] = comm.machine.asnumpy(layer(*own, comm=comm, **asked))
+        comm.synchronize()
+
+    return _fill(comm, arguments.output, open_inputs, work)
+
+
+def _open_tokens(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    x, ids = _open_array(arguments.x), _open_array(arguments.topk_idx, 2, _IDS)
+    _check_shape(arguments.topk_idx, ids.shape, (len(x), ids.shape[1]))
+    return x, ids
+
+
+def _check_shape(path: str, shape: tuple[int, ...], need: tuple[int, ...]) -> None:
+    if shape != need:
+        raise ValueError(f"{path} has shape {shape}: with the other files it needs {need}")
+
+
+def _check_ids(path: str, ids: np.ndarray, experts: int) -> None:
+    wrong = np.argwhere((ids < -1) | (ids >= experts))
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"{path} has {ids[at]} at {at}: use ids from 0 to {experts - 1}, or -1 for none"
+        )
+
+
+def _rows_of_ranks(comm: Communicator, ids: np.ndarray, experts: int) -> list[int]:
+    """Return how many rows the experts of each rank get."""
+    ends = np.cumsum(array_split_counts(experts, comm.size))
+    owners = np.searchsorted(ends, ids[ids >= 0], side="right")
+    return np.bincount(owners, minlength=comm.size).tolist()
+
+
 def _operands(comm: Communicator, *parts: np.ndarray) -> Iterator[Any]:
     return (comm.machine.asarray(part, None) for part in parts)
 
@@ -83,40 +174,67 @@ def _multiply(
     arguments: argparse.Namespace,
     work: Callable[[np.ndarray, np.ndarray, np.ndarray], None],
 ) -> int:
-    """Open the files, have `work` fill in this rank's part of the output, and say so."""
-    matrices: list[np.ndarray] = []
+    """Multiply two files: `work` fills in this rank's part of the output."""
 
-    def open_inputs() -> str:
-        a, b = (_open_matrix(path) for path in (arguments.a, arguments.b))
+    def open_inputs() -> tuple[list[np.ndarray], _Result]:
+        a, b = (_open_array(path) for path in (arguments.a, arguments.b))
         names = f"{arguments.a} has shape {a.shape}, {arguments.b} {b.shape}"
         if a.shape[1] != b.shape[0]:
             raise ValueError(f"{names}: A needs as many columns as B has rows")
         if a.dtype != b.dtype:
             raise TypeError(f"{arguments.a} has dtype {a.dtype}, {arguments.b} {b.dtype}: use one")
-        output_dtype(a.dtype, arguments.dtype)
-        matrices.extend((a, b))
+        dtype = output_dtype(a.dtype, arguments.dtype)
+        shape = (a.shape[0], b.shape[1])
+        return [a, b], _Result(shape, dtype, f"{a.shape} @ {b.shape} {a.dtype}")
+
+    return _fill(comm, arguments.output, open_inputs, work)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What an output is to be, and of what."""
+
+    shape: tuple[int, int]
+    dtype: np.dtype
+    words: str
+
+
+def _fill(
+    comm: Communicator,
+    output: str,
+    open_inputs: Callable[[], tuple[list[np.ndarray], _Result]],
+    work: Callable[..., None],
+) -> int:
+    """Open the inputs, have `work` fill in this rank's part of the output, and say so."""
+    opened: list[Any] = []
+
+    def attempt() -> str:
+        opened.extend(open_inputs())
         return uuid.uuid4().hex
 
-    name = together(comm, "to open the inputs", open_inputs)[0]
-    a, b = matrices
-    dtype = output_dtype(a.dtype, arguments.dtype)
-    shape = (a.shape[0], b.shape[1])
+    name = together(comm, "to open the inputs", attempt)[0]
+    inputs, result = opened
     start = time.perf_counter()
-    with _output(comm, arguments.output, name, shape, dtype) as c:
-        work(a, b, c)
+    with _output(comm, output, name, result.shape, result.dtype) as to:
+        work(*inputs, to)
     if comm.rank == 0:
         print(
-            f"{arguments.output}: {shape} {dtype} = {a.shape} @ {b.shape} {a.dtype}, "
-            f"{comm.size} rank(s), target {comm.target}, {time.perf_counter() - start:.3f} s",
+            f"{output}: {result.shape} {result.dtype} = {result.words}, {comm.size} rank(s), "
+            f"target {comm.target}, {time.perf_counter() - start:.3f} s",
             flush=True,
         )
     return 0
 
 
-def _open_matrix(path: str) -> np.ndarray:
-    """Return a .npy file as a memory-mapped matrix; OSError, ValueError or TypeError if it is none.
+def _open_array(
+    path: str,
+    dimensions: int = 2,
+    dtypes: tuple[np.dtype, ...] | None = None,
+    like: tuple[str, np.dtype] | None = None,
+) -> np.ndarray:
+    """Return a .npy file as a memory-mapped array; OSError, ValueError or TypeError if it is none.
 
-    Every refusal names the file.
+    Every refusal names the file. `like`: another file, whose dtype it must have.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError(f"{path} is not a regular file")
@@ -128,9 +246,15 @@ def _open_matrix(path: str) -> np.ndarray:
         offset = file.tell()
         size = os.fstat(file.fileno()).st_size
     dtype = _BFLOAT16 if dtype == _VOID else dtype
-    if len(shape) != 2:
-        raise ValueError(f"{path} has shape {shape}: use a matrix of 2 dimensions")
-    check_dtype(path, dtype)
+    if len(shape) != dimensions:
+        kind = "a matrix" if dimensions == 2 else "an array"
+        raise ValueError(f"{path} has shape {shape}: use {kind} of {dimensions} dimensions")
+    if dtypes is None:
+        check_dtype(path, dtype)
+    elif dtype not in dtypes:
+        raise TypeError(f"{path} has dtype {dtype}: use {' or '.join(map(str, dtypes))}")
+    if like is not None and dtype != like[1]:
+        raise TypeError(f"{like[0]} has dtype {like[1]}, {path} {dtype}: use one")
     need = offset + math.prod(shape) * dtype.itemsize
     if size < need:
         raise ValueError(

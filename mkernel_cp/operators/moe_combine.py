@@ -12,7 +12,7 @@ from ..memory import Location
 from ..moe_plan import Combine, MoeCombinePlan, offsets_of, plan_moe_combine
 from ..reference import accumulator_dtype
 from . import operands
-from .moe_dispatch_gemm import DispatchLayout, element_steps
+from .moe_dispatch_gemm import DispatchLayout, element_steps, gpu_capacity
 
 
 def moe_combine(
@@ -34,7 +34,9 @@ def moe_combine(
     ----------
     rows : (rows, N) array
         What this rank's experts have made, in the order of `layout`; bfloat16, float16, float32 or
-        float64, in any strides. What lies behind ``layout.count`` rows is ignored.
+        float64, in any strides. What lies behind ``layout.count`` rows is ignored. Fewer are
+        refused; on GPUs, where the host does not know that number, those that are missing count as
+        NaN.
     topk_weight : (T_r, k) array of float32 (float64 for float64)
         The weight of each expert that this rank's tokens chose, in the order of ``topk_idx``. A
         weight whose id is -1 has no influence.
@@ -42,7 +44,8 @@ def moe_combine(
         Of the call of `moe_dispatch_gemm` that has sent the tokens.
     comm : Communicator
     out : (T_r, N) array, optional
-        Where to put the result, in any strides; must not overlap the other arrays.
+        Where to put the result, in any strides; must not overlap the other arrays. A call that a
+        CUDA graph captures needs it.
     stream : optional
         As for `allgather_gemm`.
     options : Options, optional
@@ -62,8 +65,6 @@ def moe_combine(
         If this rank's arguments are wrong; its peers raise `PeerError`.
     ArgumentMismatchError
         On all ranks, if they do not agree on N, k, the dtypes, `max_tokens` or the options.
-    ConfigurationError
-        On the cuda target, on which it does not run yet.
     TimeoutError, PeerLostError
         On all ranks, if one does not take part. What was not finished of the result is NaN.
 
@@ -137,7 +138,9 @@ class MoeCombine:
         kernel = Kernel(source, "moe_combine", tuple(compiler.macros(words).items()))
         comm.agreement(self._what, asked.need, lambda: comm.load(kernel) and None)
         self._kernel = comm.load(kernel)
-        self.plan = plan_moe_combine(comm.rank, asked, spec.options)
+        capacity = gpu_capacity(self._kernel, 0, spec.options, comm)
+        gpu = comm.machine.gpu
+        self.plan = plan_moe_combine(comm.rank, asked, spec.options, gpu, capacity)
         self._bind(comm.arena)
 
     def _bind(self, arena: Arena) -> None:
@@ -151,7 +154,7 @@ class MoeCombine:
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
             experts=self._spec.experts,
-            combine=combine_plan(asked, plan.split[1], arena, comm, (at["weights"], at["sums"]), 0),
+            combine=combine_plan(asked, plan.split[1], arena, comm, at, 0),
         )
         self._constants = comm.machine.constant(constants)
         self._params = structures.MoeCombineParams(
@@ -180,8 +183,14 @@ class MoeCombine:
             ]
             arrays = [operand.shadow for operand in own]
             self._spec.check(*arrays, layout)
+            if comm.target == "host" and int(layout.count) > len(arrays[0]):
+                raise ValueError(
+                    f"layout has {int(layout.count)} rows, but rows has {len(arrays[0])}"
+                )
             result = self._spec.output(out, arrays, machine)
             machine.begin()
+            if machine.capturing and out is None:
+                raise ValueError("a call that a CUDA graph captures needs out=")
             # A kernel steps in whole elements; what does not is copied.
             target = result
             if operands.strides(result.shadow) is None:
@@ -223,7 +232,7 @@ class MoeCombine:
         for to, array in ((params.rows, rows.shadow), (params.out, result.shadow)):
             to.data = array.ctypes.data
             to.row_stride, to.column_stride = operands.strides(array)
-        params.tokens = len(weights.shadow)
+        params.row_count, params.tokens = len(rows.shadow), len(weights.shadow)
         layout.put_into(params.origins)
         request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
         return request, (rows, weights, layout, result)
@@ -251,7 +260,7 @@ def combine_plan(
     computing: int,
     arena: Arena,
     comm: Communicator,
-    at: tuple[int, int],
+    at: dict[str, int],
     signals: int,
 ) -> Any:
     """Return the struct ``CombinePlan``.
@@ -263,13 +272,13 @@ def combine_plan(
         Agents that make rows.
     arena : Arena
     comm : Communicator
-    at : tuple of int
-        Where weights and sums lie in the arena's data, in bytes.
+    at : dict of str to int
+        Where weights, factors and sums lie in the arena's data, in bytes.
     signals : int
         The first word of the signals.
     """
     structures, words = structs.shared(), offsets_of(asked.signal_sizes(), 1)
-    data = arena.data_offset_for(arena.signals)
+    data, base = arena.data_offset_for(arena.signals), comm.segments[arena.number].address
 
     def place(name: str) -> Any:
         return structures.Place(arena.number, 8 * (signals + words[name]))
@@ -281,12 +290,14 @@ def combine_plan(
         chunk_tokens=asked.chunk_tokens,
         chunks=asked.chunks,
         computing=computing,
-        rows=place("rows"),
-        weights=structures.Place(arena.number, data + at[0]),
-        sums=structures.Place(arena.number, data + at[1]),
+        rows=base + 8 * (signals + words["rows"]),
+        weights=structures.Place(arena.number, data + at["weights"]),
+        factors=base + data + at["factors"],
+        sums=structures.Place(arena.number, data + at["sums"]),
         pitch=asked.pitch,
+        sent=place("sent"),
         summed=place("summed"),
-        computed=comm.segments[arena.number].address + 8 * (signals + words["computed"]),
+        computed=base + 8 * (signals + words["computed"]),
     )
 
 
@@ -327,8 +338,6 @@ class _Spec:
                 f"for {need}; make another for other operands"
             )
         check_weights(weights, rows.dtype, layout.tokens, layout.slots)
-        if int(layout.count) > len(rows):
-            raise ValueError(f"layout has {int(layout.count)} rows, but rows has {len(rows)}")
 
     def output(self, out: Any, arrays: Any, machine: Any) -> operands.Operand:
         """Return what the result is written into: the caller's array, or a new one."""
@@ -358,9 +367,5 @@ def check_weights(weights: np.ndarray, dtype: np.dtype, tokens: int, slots: int)
 
 def _shadows(rows: Any, topk_weight: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
     comm.refuse_nodes("moe_combine()")
-    if comm.target == "cuda":
-        raise errors.ConfigurationError(
-            "moe_combine does not run on GPUs yet: use Communicator(target='host')"
-        )
     named = (("rows", rows), ("topk_weight", topk_weight))
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)

@@ -14,10 +14,10 @@ from ..memory import Location
 from ..moe_plan import (
     Dispatch,
     MoeDispatchGemmPlan,
-    Problem,
+    dispatch_tile,
     offsets_of,
     plan_moe_dispatch_gemm,
-    problem_text,
+    shared_bytes,
 )
 from ..reference import array_split_counts
 from . import operands
@@ -68,7 +68,8 @@ def moe_dispatch_gemm(
         Rows of the result, the same on all ranks. Default: as many as there may be if no token
         names an expert twice, the tokens of all ranks times the smaller of k and E_r.
     out : (array (capacity, I), DispatchLayout or None), optional
-        Where to put the result: a pair as is returned, of which the second may be None.
+        Where to put the result: a pair as is returned, of which the second may be None. A CUDA
+        graph that captures a call needs both.
     dtype : data-type, optional
         Of the rows: that of the operands (default), or float32 for 16-bit operands.
     stream : optional
@@ -88,15 +89,14 @@ def moe_dispatch_gemm(
     ------
     TypeError, ValueError
         If this rank's arguments are wrong; its peers raise `PeerError`. On all ranks, if an id of
-        `topk_idx` on any of them is no expert's: nothing is written, and the communicator stays
-        usable.
+        `topk_idx` on any of them is no expert's: no rows are written, the layout has none, and the
+        communicator stays usable.
     CapacityError
-        On all ranks, if one of them has more than `max_tokens` tokens or would get more than
-        `capacity` rows: nothing is written, and the communicator stays usable.
+        The same, if one of the ranks has more than `max_tokens` tokens or would get more than
+        `capacity` rows. On GPUs, where the host does not wait to see that, `synchronize` raises
+        both, or a later call, which is made all the same.
     ArgumentMismatchError
         On all ranks, if they do not agree on H, I, k, the dtypes or the keywords.
-    ConfigurationError
-        On the cuda target, on which it does not run yet.
     TimeoutError, PeerLostError
         On all ranks, if one does not take part. What was not finished of the result is NaN.
 
@@ -217,15 +217,14 @@ class MoeDispatchGemm:
     def _set_up(self, spec: "_Spec", comm: Communicator, tokens: int) -> None:
         self._spec, self._comm = spec, comm
         asked = spec.asked
-        kernel = Kernel(
-            str(compiler.kernel_source("moe_dispatch_gemm")),
-            "moe_dispatch_gemm",
-            tuple(compiler.macros(plans.type_defines(asked.dtype, asked.out_dtype)).items()),
-        )
         if asked.max_tokens is None:
             most = max(comm.agreement(str(asked), None, lambda: tokens))
             asked = dataclasses.replace(asked, max_tokens=most)
         self._dispatch, self._what = asked, str(asked)
+        tile = dispatch_tile(comm.rank, asked, spec.options, comm.machine.gpu)
+        words = {**plans.type_defines(asked.dtype, asked.out_dtype), **tile.defines(asked.dtype)}
+        source = str(compiler.kernel_source("moe_dispatch_gemm"))
+        kernel = Kernel(source, "moe_dispatch_gemm", tuple(compiler.macros(words).items()))
 
         def compile_and_check() -> None:
             comm.load(kernel)
@@ -233,7 +232,10 @@ class MoeDispatchGemm:
 
         comm.agreement(self._what, asked.need, compile_and_check)
         self._kernel = comm.load(kernel)
-        self.plan = plan_moe_dispatch_gemm(comm.rank, asked, spec.options)
+        room = shared_bytes(asked, tile, asked.out_dtype)
+        capacity = gpu_capacity(self._kernel, room, spec.options, comm)
+        self.plan = plan_moe_dispatch_gemm(comm.rank, asked, tile, spec.options, capacity)
+        self._counts = counts_of(asked, self.plan.split, comm)
         self._bind(comm.arena)
 
     def _bind(self, arena: Arena) -> None:
@@ -246,7 +248,9 @@ class MoeDispatchGemm:
             "whole": constant(np.array([0, plan.capacity], np.int64)),
         }
         self._stage = stage_of_tokens(agreed, arena, comm)
-        routing, landing = routing_plans(agreed, self._arrays["capacity"], arena, comm)
+        routing, landing = routing_plans(
+            agreed, self._arrays["capacity"], self._counts, arena, comm
+        )
         constants = structures.MoeDispatchGemmPlan(
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
@@ -258,10 +262,8 @@ class MoeDispatchGemm:
             routing=routing,
             landing=landing,
         )
-        self._verdict = structures.RoutingVerdict()
         self._constants = constant(constants)
         self._params = structures.MoeDispatchGemmParams(
-            verdict=constant(self._verdict).address,
             world=comm.world_address,
             plan=self._constants.address,
         )
@@ -286,6 +288,8 @@ class MoeDispatchGemm:
             self._spec.check(*(operand.shadow for operand in own))
             rows, layout = self._outputs(out, own)
             machine.begin()
+            if machine.capturing and (out is None or out[1] is None):
+                raise ValueError("a call that a CUDA graph captures needs out=(rows, layout)")
             # A kernel steps in whole elements; what does not is copied.
             target = rows
             if operands.strides(rows.shadow) is None:
@@ -294,7 +298,7 @@ class MoeDispatchGemm:
                 )
                 machine.copy(target.array, rows.array)
             request, used = self._request(own, target, layout)
-            machine.hold(self._arrays, self._constants, used, rows, layout)
+            machine.hold(self._arrays, self._constants, self._counts, used, rows, layout)
             try:
                 comm.run(self._kernel, request, self._what)
             except errors.Error:
@@ -303,7 +307,6 @@ class MoeDispatchGemm:
             finally:
                 if target is not rows:
                     machine.copy(rows.array, target.array)
-            raise_problem(self._verdict, self._what, comm)
             layout.tokens = len(own[0].shadow)
             return rows.array if out is None else out[0], layout
 
@@ -359,7 +362,7 @@ class MoeDispatchGemm:
 
     def close(self) -> None:
         """Forget the plan. Local; nothing waits for it."""
-        self._arrays, self._constants, self._comm = {}, None, None
+        self._arrays, self._constants, self._counts, self._comm = {}, None, None, None
 
     def __enter__(self) -> "MoeDispatchGemm":
         return self
@@ -426,10 +429,6 @@ class _Spec:
 
 def _shadows(x: Any, topk_idx: Any, w: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
     comm.refuse_nodes("moe_dispatch_gemm()")
-    if comm.target == "cuda":
-        raise errors.ConfigurationError(
-            "moe_dispatch_gemm does not run on GPUs yet: use Communicator(target='host')"
-        )
     named = (("x", x), ("topk_idx", topk_idx), ("w", w))
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)
 
@@ -473,7 +472,7 @@ def check_room(agreed: Dispatch, columns: int, comm: Communicator) -> None:
     """Raise ValueError if rows that nobody has asked for would take too much memory."""
     if agreed.capacity is not None:
         return
-    rows, free = agreed.capacities[comm.rank], comm.machine.available()
+    rows, free = agreed.capacities[comm.rank], comm.machine.room()
     nbytes = rows * columns * agreed.out_dtype.itemsize
     if nbytes > free // 4:
         raise ValueError(
@@ -489,8 +488,19 @@ def stage_of_tokens(agreed: Dispatch, arena: Arena, comm: Communicator) -> Locat
     return Location(arena.number, arena.data_offset_for(arena.signals) + own)
 
 
+def gpu_capacity(kernel: Any, nbytes: int, options: plans.Options, comm: Communicator) -> int:
+    """Return how many agents with so much scratch memory a GPU runs at a time; 0 without one."""
+    return kernel.capacity(nbytes, options.sm_budget) if comm.machine.gpu is not None else 0
+
+
+def counts_of(agreed: Dispatch, split: tuple[int, int], comm: Communicator) -> Any:
+    """Return an array for what each agent that sorts counts."""
+    movers, compute = split
+    return comm.machine.empty((movers or compute, agreed.experts + 1, 2), np.dtype(np.int64))
+
+
 def routing_plans(
-    agreed: Dispatch, capacity: Any, arena: Arena, comm: Communicator
+    agreed: Dispatch, capacity: Any, counts: Any, arena: Arena, comm: Communicator
 ) -> tuple[Any, Any]:
     """Return the structs ``RoutingPlan`` and ``TokenLandingPlan``, which begin an arena."""
     structures = structs.shared()
@@ -502,17 +512,19 @@ def routing_plans(
 
     shared = {
         name: structures.Place(arena.number, data + at[name])
-        for name in ("summary", "shares", "routes", "tokens")
+        for name in ("summary", "starts", "routes", "tokens")
     }
     routing = structures.RoutingPlan(
         experts=agreed.experts,
         slots=agreed.slots,
         max_tokens=agreed.max_tokens,
-        parts=agreed.parts,
+        sorted=agreed.sorted_tokens,
         capacity=capacity.address,
+        counts=comm.machine.shadow(counts).ctypes.data,
+        told=base + 8 * words["told"],
         routed=base + 8 * words["routed"],
         **shared,
-        **local("sorted", "starts", "faults", "landed", "totals", "deliveries"),
+        **local("known", "said", "totals", "deliveries"),
     )
     landing = structures.TokenLandingPlan(
         tokens=base + data + at["landing"],
@@ -522,7 +534,7 @@ def routing_plans(
         chunks=agreed.chunks,
         arrived=base + 8 * words["arrived"],
         placed=base + 8 * words["placed"],
-        **local("places"),
+        **local("list", "places"),
     )
     return routing, landing
 
@@ -571,14 +583,6 @@ def put_weights(to: Any, w: operands.Operand, machine: Any) -> tuple[operands.Op
     stride, to.row_stride, to.column_stride = element_steps(w.shadow)
     to.data = w.shadow.ctypes.data
     return w, stride * w.shadow.itemsize
-
-
-def raise_problem(verdict: Any, what: str, comm: Communicator) -> None:
-    """Raise what was wrong with the data of a call, as all ranks do."""
-    problem = Problem(verdict.problem)
-    if problem is not Problem.NONE:
-        kind = ValueError if problem is Problem.ID else errors.CapacityError
-        comm.raise_alike(kind(problem_text(verdict, what)))
 
 
 def _pair(out: Any) -> tuple[Any, Any]:

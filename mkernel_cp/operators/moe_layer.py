@@ -10,18 +10,27 @@ from .. import plan as plans
 from ..communicator import Arena, Communicator
 from ..kernel import Kernel
 from ..memory import Location
-from ..moe_plan import ACTIVATIONS, Layer, MoeLayerPlan, offsets_of, plan_moe_layer
+from ..moe_plan import (
+    ACTIVATIONS,
+    Layer,
+    MoeLayerPlan,
+    layer_tile,
+    offsets_of,
+    plan_moe_layer,
+    shared_bytes,
+)
 from ..reference import accumulator_dtype
 from . import operands
 from .moe_combine import check_weights, combine_plan, stage
 from .moe_dispatch_gemm import (
     check_ids,
     check_room,
+    counts_of,
     experts_of_all,
+    gpu_capacity,
     put_choice,
     put_tokens,
     put_weights,
-    raise_problem,
     routing_plans,
     stage_of_tokens,
     whole_number,
@@ -76,7 +85,8 @@ def moe_layer(
         The most rows that the experts of a rank get, the same on all ranks. Default: as many as
         there may be if no token names an expert twice.
     out : (T_r, N) array, optional
-        Where to put the result, in any strides; must not overlap the other arrays.
+        Where to put the result, in any strides; must not overlap the other arrays. A call that a
+        CUDA graph captures needs it.
     stream : optional
         As for `allgather_gemm`.
     options : Options, optional
@@ -96,12 +106,11 @@ def moe_layer(
         `topk_idx` on any of them is no expert's: nothing is written, and the communicator stays
         usable.
     CapacityError
-        On all ranks, if one of them has more than `max_tokens` tokens or its experts would get more
-        than `capacity` rows: nothing is written, and the communicator stays usable.
+        The same, if one of the ranks has more than `max_tokens` tokens or its experts would get
+        more than `capacity` rows. On GPUs, where the host does not wait to see that, `synchronize`
+        raises both, or a later call, which is made all the same.
     ArgumentMismatchError
         On all ranks, if they do not agree on H, I, N, k, the dtypes or the keywords.
-    ConfigurationError
-        On the cuda target, on which it does not run yet.
     TimeoutError, PeerLostError
         On all ranks, if one does not take part. What was not finished of the result is NaN.
 
@@ -181,10 +190,12 @@ class MoeLayer:
             most = max(comm.agreement(str(asked), None, lambda: tokens))
             asked = dataclasses.replace(asked, max_tokens=most)
         self._layer, self._what = asked, str(asked)
+        tile = layer_tile(comm.rank, asked, spec.options, comm.machine.gpu)
         words = {
             "MK_TYPE": plans.cpp_type(asked.dtype),
             "MK_TRANSFER_TYPE": plans.cpp_type(asked.transfer_dtype),
             "MK_ACTIVATION": asked.activation or "none",
+            **tile.defines(asked.dtype),
         }
         source = str(compiler.kernel_source("moe_layer"))
         kernel = Kernel(source, "moe_layer", tuple(compiler.macros(words).items()))
@@ -195,7 +206,10 @@ class MoeLayer:
 
         comm.agreement(self._what, asked.need, compile_and_check)
         self._kernel = comm.load(kernel)
-        self.plan = plan_moe_layer(comm.rank, asked, spec.options)
+        staged = accumulator_dtype(asked.dtype)
+        room = shared_bytes(asked.dispatch, tile, staged)
+        capacity = gpu_capacity(self._kernel, room, spec.options, comm)
+        self.plan = plan_moe_layer(comm.rank, asked, tile, spec.options, capacity)
         self._make_room()
         self._bind(comm.arena)
 
@@ -210,6 +224,7 @@ class MoeLayer:
             "stash": machine.empty(stash, accumulator_dtype(plan.dtype)),
             "expert_offsets": machine.empty((plan.experts + 1,), np.dtype(np.int64)),
             "finished": machine.empty((plan.parts,), np.dtype(np.uint64)),
+            "counts": counts_of(self._layer.dispatch, plan.split, self._comm),
         }
         machine.zero(self._room["finished"])
 
@@ -232,7 +247,9 @@ class MoeLayer:
                 for name, columns in (("hidden", plan.inner), ("made", plan.n))
             },
         }
-        routing, landing = routing_plans(asked.dispatch, self._arrays["capacity"], arena, comm)
+        routing, landing = routing_plans(
+            asked.dispatch, self._arrays["capacity"], self._room["counts"], arena, comm
+        )
         constants = structures.MoeLayerPlan(
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
@@ -243,6 +260,7 @@ class MoeLayer:
             tile=structures.TileShape(*plan.tile),
             part_rows=plan.part[0],
             part_columns=plan.part[1],
+            capacity=plan.capacity,
             hidden=self._arrays["hidden"].address,
             made=self._arrays["made"].address,
             routing=routing,
@@ -252,15 +270,13 @@ class MoeLayer:
                 plan.split[1],
                 arena,
                 comm,
-                (at["weights"], at["sums"]),
+                at,
                 words["computed"],
             ),
             **{name: room[name] for name in ("expert_offsets", "finished", "stash")},
         )
-        self._verdict = structures.RoutingVerdict()
         self._constants = constant(constants)
         self._params = structures.MoeLayerParams(
-            verdict=constant(self._verdict).address,
             world=comm.world_address,
             plan=self._constants.address,
         )
@@ -288,6 +304,8 @@ class MoeLayer:
             self._spec.check(*arrays)
             result = self._spec.output(out, arrays, machine)
             machine.begin()
+            if machine.capturing and out is None:
+                raise ValueError("a call that a CUDA graph captures needs out=")
             # A kernel steps in whole elements; what does not is copied.
             target = result
             if operands.strides(result.shadow) is None:
@@ -301,7 +319,6 @@ class MoeLayer:
             finally:
                 if target is not result:
                     machine.copy(result.array, target.array)
-            raise_problem(self._verdict, self._what, comm)
             return result.array if out is None else out
 
     def prepare(
@@ -441,9 +458,5 @@ class _Spec:
 
 def _shadows(arrays: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
     comm.refuse_nodes("moe_layer()")
-    if comm.target == "cuda":
-        raise errors.ConfigurationError(
-            "moe_layer does not run on GPUs yet: use Communicator(target='host')"
-        )
     named = zip(_NAMES, arrays, strict=True)
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)

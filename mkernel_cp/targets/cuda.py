@@ -138,6 +138,10 @@ class CudaTarget:
         """Return no limit: each rank draws on its own GPU, whose driver says when it is full."""
         return 1 << 62
 
+    def room(self) -> int:
+        """Return the bytes that are free for this rank's arrays."""
+        return self._runtime.memGetInfo()[0] + self._cupy.get_default_memory_pool().free_bytes()
+
     def ticket(self, segment: "Segment") -> tuple[bytes, int]:
         """Return what the peers need to open a segment, to be pickled."""
         return self._runtime.ipcGetMemHandle(segment.address), segment.nbytes

@@ -50,6 +50,10 @@ class HostTarget:
         """Return the bytes that all ranks of the node together can still allocate."""
         return available_memory()
 
+    def room(self) -> int:
+        """Return the bytes that are free for this rank's arrays."""
+        return available_memory()
+
     def ticket(self, segment: Segment) -> Any:
         """Return what the peers need to open a segment, to be pickled."""
         return None

@@ -20,9 +20,7 @@
 #include <map>
 
 #undef MK_KERNEL
-#ifdef MK_ENGINE_HOPPER
-#define MK_BULK_COPIES 1
-#else
+#ifndef MK_BULK_COPIES
 #define MK_BULK_COPIES 0
 #endif
 #ifndef MK_THREADS
@@ -367,11 +365,12 @@ private:
 
 class Transfer {
 public:
-    Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines, i64 bytes) {
+    Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines, i64 bytes,
+             const u32* list = nullptr) {
         u8* target = static_cast<u8*>(to);
         const u8* source = static_cast<const u8*>(from);
         for (i64 line = agent.lane(); line < lines; line += agent.lanes())
-            std::memcpy(target + line * to_pitch, source + line * from_pitch, bytes);
+            std::memcpy(target + line * to_pitch, source + (list ? list[line] : line) * from_pitch, bytes);
     }
     void finish(const Agent& agent) { agent.sync(); }
 };

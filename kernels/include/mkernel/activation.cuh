@@ -29,18 +29,38 @@ public:
                                      stored);
     }
 
-    // Waits for some columns of the rows of a tile.
-    MK_DEVICE bool wait(const Agent& who, const Tile& tile, Range columns) const {
-        const i64 first = columns.begin / plan_.part_columns * plan_.part_columns;
-        for (i64 row = tile.rows.begin; row < tile.rows.end; row += plan_.part_rows)
-            for (i64 column = first; column < columns.end; column += plan_.part_columns) {
-                const u64 number = index(tile.source, row, column);
-                if (!launch_.wait(who, &plan_.finished[number], 1, {Awaited::arrival, everyone, number})) return false;
+    // Waits for some columns of the rows of a tile. Mostly all columns are there, and loads that do not wait for each other
+    // find that out when the first are asked for.
+    MK_DEVICE bool wait(const Agent& who, const Tile& tile, Range columns) {
+        if (tile.source == known_.expert && tile.rows.begin == known_.row) return launch_.live();
+        if (columns.begin == 0 && who.lanes() == 1) {
+            bool all = true;
+            each_part(tile, {0, plan_.inner}, [&](u64 number) {
+                all = launch_.sees(&plan_.finished[number], 1) && all;
+                return true;
+            });
+            if (all) {
+                acquire_seen();
+                known_ = {tile.source, tile.rows.begin};
+                return launch_.live();
             }
-        return launch_.live();
+        }
+        return each_part(tile, columns, [&](u64 number) {
+            return launch_.wait(who, &plan_.finished[number], 1, {Awaited::arrival, everyone, number});
+        }) && launch_.live();
     }
 
 private:
+    // visit(number) for the parts that hold some columns of the rows of a tile, until one returns false.
+    template <class Visit>
+    MK_DEVICE bool each_part(const Tile& tile, Range columns, Visit visit) const {
+        const i64 first = columns.begin / plan_.part_columns * plan_.part_columns;
+        for (i64 row = tile.rows.begin; row < tile.rows.end; row += plan_.part_rows)
+            for (i64 column = first; column < columns.end; column += plan_.part_columns)
+                if (!visit(index(tile.source, row, column))) return false;
+        return true;
+    }
+
     // No parts of two experts have one number: each expert starts one further than the rows before it say.
     MK_DEVICE u64 index(u64 expert, i64 row, i64 column) const {
         const i64 before = plan_.expert_offsets[expert] / plan_.part_rows + i64(expert);
@@ -50,6 +70,10 @@ private:
 
     Launch& launch_;
     const MoeLayerPlan& plan_;
+    struct {
+        u64 expert;
+        i64 row;
+    } known_ = {~u64(0), 0};  // rows that are there
 };
 
 // Stores what the activation makes of the first product. If a half of the columns is the other's gate, a tile of the gate

@@ -14,8 +14,9 @@ struct Lines {
 
 class [[nodiscard]] Pending {
 public:
-    MK_DEVICE Pending(const Agent& agent, Lines to, Lines from, i64 lines, i64 bytes)
-        : agent_(agent), transfer_(agent, to.data, to.pitch, from.data, from.pitch, lines, bytes) {}
+    template <class... Order>
+    MK_DEVICE Pending(const Agent& agent, Lines to, Lines from, i64 lines, i64 bytes, Order... order)
+        : agent_(agent), transfer_(agent, to.data, to.pitch, from.data, from.pitch, lines, bytes, order...) {}
 
     MK_DEVICE Completed complete() {
         interleave();
@@ -30,6 +31,10 @@ private:
 
 MK_DEVICE Pending copy(const Agent& agent, Lines to, Lines from, i64 lines, i64 bytes) {
     return Pending(agent, to, from, lines, bytes);
+}
+// Of the lines that a list names.
+MK_DEVICE Pending copy(const Agent& agent, Lines to, Lines from, const u32* list, i64 lines, i64 bytes) {
+    return Pending(agent, to, from, lines, bytes, list);
 }
 
 // What the lanes of an agent have written by themselves, here or at a peer.

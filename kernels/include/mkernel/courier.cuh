@@ -136,6 +136,22 @@ public:
         if (signal) raise(signal, copied);
     }
 
+    // The same of the lines that a list names.
+    MK_DEVICE void send_listed(Lines to, Lines from, const u32* list, i64 lines, i64 bytes, u64* signal) {
+#if MK_BULK_COPIES
+        if (Belt::fits(scratch_) && lines > 0 && bytes > 0 && Belt::takes(to, from, bytes)) {
+            if (launch_.agent().lane() == 0) {
+                ptx::fence_global_to_async();
+                for (i64 i = 0; i < lines; ++i)
+                    belt_.put({to.data + i * to.pitch, to.pitch}, {from.data + list[i] * from.pitch, from.pitch}, 1,
+                              bytes, i + 1 < lines ? nullptr : signal, [&](u64* of) { raise(of, Completed()); });
+            }
+            return;
+        }
+#endif
+        launch_.raise<Scope::device>(signal, 1, copy(launch_.agent(), to, from, list, lines, bytes).complete());
+    }
+
     // When it returns, all copies are complete.
     MK_DEVICE void finish() {
 #if MK_BULK_COPIES

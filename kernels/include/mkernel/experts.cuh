@@ -8,91 +8,127 @@ namespace mk {
 // Which rank has which experts: as evenly as numpy.array_split deals them out.
 class ExpertSplit {
 public:
-    MK_DEVICE ExpertSplit(u64 experts, u64 ranks) : size_(experts / ranks), larger_(experts % ranks) {}
+    MK_DEVICE ExpertSplit(u64 experts, u64 ranks) : size_(u32(experts) / u32(ranks)), larger_(u32(experts) % u32(ranks)) {}
 
-    MK_DEVICE u64 first(u64 rank) const { return rank * size_ + (rank < larger_ ? rank : larger_); }
-    MK_DEVICE u64 count(u64 rank) const { return size_ + (rank < larger_); }
-    MK_DEVICE u64 rank_of(u64 expert) const {
-        const u64 before = larger_ * (size_ + 1);
+    MK_DEVICE u32 first(u32 rank) const { return rank * size_ + (rank < larger_ ? rank : larger_); }
+    MK_DEVICE u32 count(u32 rank) const { return size_ + (rank < larger_); }
+    MK_DEVICE u32 rank_of(u32 expert) const {
+        const u32 before = larger_ * (size_ + 1);
         return expert < before ? expert / (size_ + 1) : larger_ + (expert - before) / size_;
     }
 
 private:
-    u64 size_, larger_;
+    u32 size_, larger_;
 };
+
+MK_DEVICE ExpertShare operator+(const ExpertShare& a, const ExpertShare& b) {
+    return {a.rows + b.rows, a.tokens + b.tokens};
+}
+
+// Turns each value into the sum of all up to it, with the help of as much memory; returns which of both they are in.
+template <class Value>
+MK_DEVICE Value* add_up(const Agent& agent, Value* values, Value* other, u32 count) {
+    agent.sync();
+    for (u32 step = 1; step < count; step *= 2) {
+        for (u32 i = agent.lane(); i < count; i += agent.lanes())
+            other[i] = i < step ? values[i] : values[i - step] + values[i];
+        agent.sync();
+        Value* const sums = other;
+        other = values;
+        values = sums;
+    }
+    return values;
+}
 
 // Every rank sorts its own tokens by (expert, token, slot) into tables in its segment, and shows them with its call. Of
 // these, each works out what it gets: all know all totals, so all see alike whether somebody gets too much.
 class Routing {
 public:
     MK_DEVICE Routing(Launch& launch, const RoutingPlan& plan)
-        : launch_(launch), plan_(plan), split_(plan.experts, launch.size()) {}
+        : launch_(launch), plan_(plan), split_(plan.experts, launch.size()), experts_(u32(plan.experts)) {}
 
-    // Fills in this rank's tables. A counting sort: lanes count parts of the tokens side by side, and then know where
-    // each part's rows of each expert begin.
-    MK_DEVICE void sort(const TokenChoice& choice, i64 tokens) {
+    // Fills in this rank's tables: all agents that bring tokens sort a part of them. First each counts; from all counts it
+    // knows where its rows of each expert begin; then it lists them. The first agent returns when all have. As long as
+    // nothing is agreed, there are no rows.
+    MK_DEVICE void sort(const TokenChoice& choice, i64 tokens, Scratch scratch, i64* expert_offsets) {
         const Agent& agent = launch_.agent();
-        const i64 lane = agent.lane(), lanes = agent.lanes(), experts = i64(plan_.experts);
+        const u32 lane = agent.lane(), lanes = agent.lanes(), none = experts_;
+        const i64 member = i64(launch_.member()), members = i64(launch_.members());
+        const bool first = member == 0;
         const i64 sorted = tokens <= plan_.max_tokens ? tokens : 0;  // more than that is refused
-        for (i64 part = lane; part < plan_.parts; part += lanes) count(choice, part, tokens_of(part, sorted));
-        agent.sync();
-        ExpertShare* shares = table<ExpertShare>(launch_.rank(), plan_.shares);
-        for (i64 expert = lane; expert < experts; expert += lanes) {
-            ExpertShare sum{0, 0};
-            for (i64 part = 0; part < plan_.parts; ++part) {
-                ExpertShare& share = plan_.sorted[part * experts + expert];
-                const ExpertShare before = sum;
-                sum = {sum.rows + share.rows, sum.tokens + share.tokens};
-                share = before;
+        const Range own = block(member, ceil_div(sorted, members), sorted);
+        const Desk desk = clear_desk(scratch);
+        if (first)
+            for (u32 i = lane; i <= split_.count(u32(launch_.rank())); i += lanes) expert_offsets[i] = 0;
+
+        for (u32 expert = lane; expert <= none; expert += lanes) desk.next[expert] = {0, 0};
+        each_row(choice, own, desk, [&](i64 at, u32 expert, u32 i) {
+            ExpertShare& share = desk.next[expert];
+            if (expert < none) share.tokens += desk.rows[i].leader == i;
+            else if (share.rows == 0) share.tokens = at + i;  // the first that is no expert's
+            ++share.rows;
+        });
+        ExpertShare* counts = plan_.counts + member * (none + 1);
+        for (u32 expert = lane; expert <= none; expert += lanes) counts[expert] = desk.next[expert];
+        tell(1);
+        if (!await_others(1)) return;
+
+        for (u32 expert = lane; expert <= none; expert += lanes) {
+            ExpertShare sum{0, 0}, before{0, 0}, fault{0, -1};
+            for (i64 other = 0; other < members; ++other) {
+                const ExpertShare share = plan_.counts[other * (none + 1) + expert];
+                if (other < member) before = before + share;
+                if (share.rows > 0 && fault.rows == 0) fault = share;
+                sum = sum + share;
             }
-            shares[expert] = sum;
-        }
-        agent.sync();
-        if (lane == 0) {
-            ExpertShare sum{0, 0};
-            for (i64 expert = 0; expert < experts; ++expert) {
-                plan_.starts[expert] = sum;
-                sum = {sum.rows + shares[expert].rows, sum.tokens + shares[expert].tokens};
+            desk.next[expert] = before;
+            desk.sums[expert] = sum;
+            if (first && expert == none) {
+                const i64 at = fault.tokens;
+                const i64 id = at < 0 ? 0 : id_of(choice, at / plan_.slots, at % plan_.slots);
+                *table<RoutingSummary>(launch_.rank(), plan_.summary) = {tokens, at, id};
             }
-            i64 fault = -1;
-            for (i64 part = 0; part < plan_.parts && fault < 0; ++part) fault = plan_.faults[part];
-            const i64 id = fault < 0 ? 0 : id_of(choice, fault / plan_.slots, fault % plan_.slots);
-            *table<RoutingSummary>(launch_.rank(), plan_.summary) = {tokens, fault, id};
         }
-        agent.sync();
-        for (i64 part = lane; part < plan_.parts; part += lanes) list(choice, part, tokens_of(part, sorted));
-        agent.sync();
+        const ExpertShare* sums = add_up(agent, desk.sums, desk.others, none);
+        auto start = [&](u32 expert) { return expert > 0 ? sums[expert - 1] : ExpertShare{0, 0}; };
+        ExpertShare* starts = table<ExpertShare>(launch_.rank(), plan_.starts);
+        for (u32 expert = lane; expert <= none; expert += lanes) {
+            desk.next[expert] = start(expert) + desk.next[expert];
+            if (first) starts[expert] = start(expert);
+        }
+        list(choice, own, desk, start);
+        tell(2);
+        if (first) await_others(2);
     }
 
     // When all peers have called: works out what each of them sends to each expert here, and where its rows begin. If one
-    // has wrong ids or too many tokens, or will get too many rows, nobody gets anything, and the verdict says why.
-    MK_DEVICE void agree(i64* expert_offsets, RoutingVerdict* verdict) {
+    // has wrong ids or too many tokens, or will get too many rows, nobody gets anything, and the host is told why.
+    MK_DEVICE void agree(i64* expert_offsets, Scratch scratch) {
         if (!launch_.live()) return;
         const Agent& agent = launch_.agent();
-        const u64 lane = agent.lane(), lanes = agent.lanes(), ranks = launch_.size();
-        for (u64 rank = lane; rank < ranks; rank += lanes) plan_.totals[rank] = rows_for(rank);
+        const u32 lane = agent.lane(), lanes = agent.lanes(), ranks = u32(launch_.size()), rank = u32(launch_.rank());
+        const u32 width = experts_ + 1;
+        for (u32 i = lane; i < ranks * width; i += lanes)
+            plan_.known[i] = table<ExpertShare>(i / width, plan_.starts)[i % width];
+        for (u32 i = lane; i < ranks; i += lanes) plan_.said[i] = *table<RoutingSummary>(i, plan_.summary);
         agent.sync();
-        if (lane == 0) *verdict = judge();
-        const bool fine = agent.broadcast(lane == 0 && verdict->problem == u64(Problem::none));
+        for (u32 i = lane; i < ranks; i += lanes) plan_.totals[i] = rows_for(i);
+        agent.sync();
+        const bool fine = agent.broadcast(lane == 0 && all_fit());
         if (fine) {
-            for (u64 source = lane; source < ranks; source += lanes) take_in(source);
-            agent.sync();
-            const u64 experts = split_.count(launch_.rank());
-            for (u64 expert = lane; expert < experts; expert += lanes) {
-                i64 row = 0;
-                for (u64 source = 0; source < ranks; ++source) {
-                    Delivery& delivery = plan_.deliveries[expert * ranks + source];
-                    delivery.row = row;
-                    row += delivery.rows;
-                }
-                expert_offsets[expert + 1] = row;
+            const u32 experts = split_.count(rank), first = split_.first(rank);
+            i64* rows = reinterpret_cast<i64*>(scratch.data);
+            for (u32 i = lane; i < experts * ranks; i += lanes) {
+                const ExpertShare *starts = plan_.known + i % ranks * width, *own = starts + first + i / ranks;
+                const i64 count = rows[i] = own[1].rows - own->rows;
+                plan_.deliveries[i] = {0, count, own->rows, own->tokens, own[1].tokens - own->tokens,
+                                       own->tokens - starts[first].tokens};
             }
-            agent.sync();
-            if (lane == 0) {
-                expert_offsets[0] = 0;
-                for (u64 expert = 0; expert < experts; ++expert)
-                    expert_offsets[expert + 1] += expert_offsets[expert];
-            }
+            rows = add_up(agent, rows, rows + experts * ranks, experts * ranks);
+            auto before = [&](u32 i) { return i > 0 ? rows[i - 1] : 0; };
+            for (u32 i = lane; i < experts * ranks; i += lanes)
+                plan_.deliveries[i].row = before(i) - before(i / ranks * ranks);
+            for (u32 expert = lane; expert <= experts; expert += lanes) expert_offsets[expert] = before(expert * ranks);
         }
         launch_.raise<Scope::device>(plan_.routed, fine ? 1 : 2, Writes().complete(agent));
     }
@@ -102,19 +138,47 @@ public:
         return launch_.wait(launch_.agent(), plan_.routed, 1, {Awaited::routes, everyone, 0});
     }
 
-    // Whether nobody gets anything.
+    // Whether nobody gets anything; of an agent that knows.
     MK_DEVICE bool refused() const { return launch_.sees(plan_.routed, 2); }
 
 private:
-    enum class Problem : u64 { none = 0, id = 1, tokens = 2, capacity = 3 };
+    // The codes are those of mkernel_cp/failure.py.
+    enum class Problem : u64 { id = 1, tokens = 2, capacity = 3 };
+
+    // A row to be: one slot of a token.
+    struct Row {
+        u32 leader;  // of the token's slots at this rank: with it the token travels
+        u32 first;   // expert of that rank
+        i32 row;     // in the table of routes; -1: there is none
+        i32 place;   // of a leader, in the list of tokens
+    };
+
+    // What an agent sorts with, in its scratch memory; so many bits for each expert as there are rows at a time. One more
+    // than the experts stands for ids that are none.
+    struct Desk {
+        ExpertShare *next, *sums, *others;  // [expert]
+        Row* rows;
+        u32* bits;  // [word][expert]
+    };
+
+    MK_DEVICE Desk clear_desk(Scratch scratch) const {
+        ExpertShare* shares = reinterpret_cast<ExpertShare*>(scratch.data);
+        const u32 each = experts_ + 1;
+        Row* rows = reinterpret_cast<Row*>(shares + 3 * each);
+        return {shares, shares + each, shares + 2 * each, rows, reinterpret_cast<u32*>(rows + plan_.sorted * plan_.slots)};
+    }
+
+    MK_DEVICE void tell(u64 progress) {
+        launch_.raise<Scope::device>(&plan_.told[launch_.member()], progress, Writes().complete(launch_.agent()));
+    }
+    MK_DEVICE bool await_others(u64 progress) {
+        return launch_.wait_all(launch_.members(), progress, [&](u64 i) { return &plan_.told[i]; },
+                                [](u64 i) { return Subject{Awaited::routes, everyone, i}; });
+    }
 
     template <class Entry>
     MK_DEVICE Entry* table(u64 rank, Place place) const {
         return static_cast<Entry*>(launch_.at(rank, place));
-    }
-
-    MK_DEVICE Range tokens_of(i64 part, i64 tokens) const {
-        return block(part, ceil_div(tokens, plan_.parts), tokens);
     }
 
     static MK_DEVICE i64 id_of(const TokenChoice& choice, i64 token, i64 slot) {
@@ -123,102 +187,113 @@ private:
     }
     MK_DEVICE bool names_expert(i64 id) const { return id >= 0 && id < i64(plan_.experts); }
 
-    // Whether of a token's slots with an expert at the same rank this one's comes first: with it, the token travels.
-    MK_DEVICE bool leads(const TokenChoice& choice, i64 token, i64 slot, i64 id) const {
-        const u64 rank = split_.rank_of(u64(id));
-        for (i64 other = 0; other < plan_.slots; ++other) {
+    // Which of a token's slots with an expert at the same rank comes first.
+    MK_DEVICE u32 leader_of(const TokenChoice& choice, i64 token, u32 slot, i64 id, i64 first, i64 end) const {
+        u32 leader = slot;
+        i64 least = id;
+        for (u32 other = 0; other < u32(plan_.slots); ++other) {
             const i64 its = id_of(choice, token, other);
-            if (names_expert(its) && split_.rank_of(u64(its)) == rank && (its < id || (its == id && other < slot)))
-                return false;
+            if (its >= first && its < end && (its < least || (its == least && other < leader)))
+                leader = other, least = its;
         }
-        return true;
+        return leader;
     }
 
-    MK_DEVICE void count(const TokenChoice& choice, i64 part, Range tokens) const {
-        ExpertShare* share = plan_.sorted + part * i64(plan_.experts);
-        for (u64 expert = 0; expert < plan_.experts; ++expert) share[expert] = {0, 0};
-        i64 fault = -1;
-        for (i64 token = tokens.begin; token < tokens.end; ++token)
-            for (i64 slot = 0; slot < plan_.slots; ++slot) {
-                const i64 id = id_of(choice, token, slot);
+    // visit(number of the first row, expert, i) for all rows of some tokens, those of an expert in their order by one lane,
+    // some tokens at a time; then done(first token, rows) for these.
+    template <class Visit, class Done>
+    MK_DEVICE void each_row(const TokenChoice& choice, Range tokens, const Desk& desk, Visit visit, Done done) const {
+        const Agent& agent = launch_.agent();
+        const u32 lane = agent.lane(), lanes = agent.lanes(), slots = u32(plan_.slots), all = experts_ + 1;
+        for (i64 first = tokens.begin; first < tokens.end; first += plan_.sorted) {
+            const i64 left = tokens.end - first;
+            const u32 count = u32(left < plan_.sorted ? left : plan_.sorted) * slots, words = u32(ceil_div(count, 32));
+            for (u32 i = lane; i < words * all; i += lanes) desk.bits[i] = 0;
+            agent.sync();
+            for (u32 i = lane; i < count; i += lanes) {
+                const u32 slot = i % slots;
+                const i64 token = first + i / slots, id = id_of(choice, token, slot);
+                u32 expert = experts_;
+                desk.rows[i] = {i, 0, -1, 0};
                 if (names_expert(id)) {
-                    ++share[id].rows;
-                    share[id].tokens += leads(choice, token, slot, id);
-                } else if (id != -1 && fault < 0) {
-                    fault = token * plan_.slots + slot;
+                    expert = u32(id);
+                    const u32 rank = split_.rank_of(expert), begin = split_.first(rank);
+                    desk.rows[i].leader = i - slot + leader_of(choice, token, slot, id, begin, begin + split_.count(rank));
+                    desk.rows[i].first = begin;
                 }
+                if (id != -1) set_bits(&desk.bits[i / 32 * all + expert], 1u << i % 32);
             }
-        plan_.faults[part] = fault;
+            agent.sync();
+            for (u32 expert = lane; expert < all; expert += lanes)
+                for (u32 word = 0; word < words; ++word)
+                    for (u32 bits = desk.bits[word * all + expert]; bits; bits &= bits - 1)
+                        visit(first * slots, expert, word * 32 + lowest_bit(bits));
+            agent.sync();
+            done(first, count);
+        }
+    }
+    template <class Visit>
+    MK_DEVICE void each_row(const TokenChoice& choice, Range tokens, const Desk& desk, Visit visit) const {
+        each_row(choice, tokens, desk, visit, [](i64, u32) {});
     }
 
-    MK_DEVICE void list(const TokenChoice& choice, i64 part, Range tokens) const {
-        const i64 ranks = i64(launch_.size());
-        ExpertShare* share = plan_.sorted + part * i64(plan_.experts);
+    template <class Start>
+    MK_DEVICE void list(const TokenChoice& choice, Range tokens, const Desk& desk, Start start) const {
+        const Agent& agent = launch_.agent();
+        const u32 slots = u32(plan_.slots);
         u32* travelling = table<u32>(launch_.rank(), plan_.tokens);
         Route* routes = table<Route>(launch_.rank(), plan_.routes);
-        for (i64 token = tokens.begin; token < tokens.end; ++token) {
-            i64* landed = plan_.landed + token * ranks;
-            for (i64 slot = 0; slot < plan_.slots; ++slot) {
-                const i64 id = id_of(choice, token, slot);
-                if (!names_expert(id) || !leads(choice, token, slot, id)) continue;
-                const u64 rank = split_.rank_of(u64(id));
-                const i64 place = plan_.starts[id].tokens + share[id].tokens++;
-                travelling[place] = u32(token);
-                landed[rank] = place - plan_.starts[split_.first(rank)].tokens;
-            }
-            for (i64 slot = 0; slot < plan_.slots; ++slot) {
-                const i64 id = id_of(choice, token, slot);
-                if (names_expert(id))
-                    routes[plan_.starts[id].rows + share[id].rows++] = {token, slot, landed[split_.rank_of(u64(id))]};
-            }
-        }
+        each_row(
+            choice, tokens, desk,
+            [&](i64, u32 expert, u32 i) {
+                if (expert == experts_) return;
+                Row& row = desk.rows[i];
+                row.row = i32(desk.next[expert].rows++);
+                if (row.leader == i) row.place = i32(desk.next[expert].tokens++);
+            },
+            [&](i64 first, u32 count) {
+                for (u32 i = agent.lane(); i < count; i += agent.lanes()) {
+                    const Row& row = desk.rows[i];
+                    if (row.row < 0) continue;
+                    const i64 token = first + i / slots, place = desk.rows[row.leader].place;
+                    routes[row.row] = {token, i % slots, place - start(row.first).tokens};
+                    if (row.leader == i) travelling[place] = u32(token);
+                }
+                agent.sync();
+            });
     }
 
-    MK_DEVICE i64 rows_for(u64 rank) const {
+    MK_DEVICE i64 rows_for(u32 rank) const {
         i64 rows = 0;
-        for (u64 source = 0; source < launch_.size(); ++source) {
-            const ExpertShare* shares = table<ExpertShare>(source, plan_.shares) + split_.first(rank);
-            for (u64 expert = 0; expert < split_.count(rank); ++expert) rows += shares[expert].rows;
+        for (u32 source = 0; source < u32(launch_.size()); ++source) {
+            const ExpertShare* starts = plan_.known + source * (experts_ + 1) + split_.first(rank);
+            rows += starts[split_.count(rank)].rows - starts->rows;
         }
         return rows;
     }
 
     // All ranks come to the same verdict.
-    MK_DEVICE RoutingVerdict judge() const {
+    MK_DEVICE bool all_fit() const {
         for (u64 rank = 0; rank < launch_.size(); ++rank) {
-            const RoutingSummary& summary = *table<RoutingSummary>(rank, plan_.summary);
-            if (summary.tokens > plan_.max_tokens)
-                return {u64(Problem::tokens), rank, {summary.tokens, plan_.max_tokens, 0}};
-            if (summary.fault >= 0)
-                return {u64(Problem::id), rank,
-                        {summary.faulty_id, summary.fault / plan_.slots, summary.fault % plan_.slots}};
+            const RoutingSummary& said = plan_.said[rank];
+            if (said.tokens > plan_.max_tokens) return refuse(Problem::tokens, rank, said.tokens, plan_.max_tokens);
+            if (said.fault >= 0)
+                return refuse(Problem::id, rank, said.faulty_id, said.fault / plan_.slots, said.fault % plan_.slots);
         }
         for (u64 rank = 0; rank < launch_.size(); ++rank)
             if (plan_.totals[rank] > plan_.capacity[rank])
-                return {u64(Problem::capacity), rank, {plan_.totals[rank], plan_.capacity[rank], 0}};
-        return {u64(Problem::none), 0, {0, 0, 0}};
+                return refuse(Problem::capacity, rank, plan_.totals[rank], plan_.capacity[rank]);
+        return true;
     }
-
-    // What a rank sends to each expert here, as its tables say.
-    MK_DEVICE void take_in(u64 source) const {
-        const u64 first = split_.first(launch_.rank());
-        const ExpertShare* shares = table<ExpertShare>(source, plan_.shares);
-        ExpertShare before{0, 0};
-        for (u64 expert = 0; expert < first; ++expert)
-            before = {before.rows + shares[expert].rows, before.tokens + shares[expert].tokens};
-        i64 landed = 0;
-        for (u64 expert = 0; expert < split_.count(launch_.rank()); ++expert) {
-            const ExpertShare share = shares[first + expert];
-            plan_.deliveries[expert * launch_.size() + source] = {0, share.rows, before.rows, before.tokens,
-                                                                  share.tokens, landed};
-            before = {before.rows + share.rows, before.tokens + share.tokens};
-            landed += share.tokens;
-        }
+    MK_DEVICE bool refuse(Problem problem, u64 rank, i64 first, i64 second, i64 third = 0) const {
+        launch_.report({u64(problem), launch_.generation(), rank, {first, second, third}});
+        return false;
     }
 
     Launch& launch_;
     const RoutingPlan& plan_;
     ExpertSplit split_;
+    u32 experts_;
 };
 
 // Tokens that come here: those of each rank land together, each once, in the order in which the experts need them. They
@@ -228,13 +303,15 @@ public:
     MK_DEVICE TokenLanding(Launch& launch, const RoutingPlan& routing, const TokenLandingPlan& plan,
                            const i64* expert_offsets)
         : launch_(launch), routing_(routing), plan_(plan), offsets_(expert_offsets),
-          experts_(ExpertSplit(routing.experts, launch.size()).count(launch.rank())) {}
+          experts_(ExpertSplit(routing.experts, launch.size()).count(u32(launch.rank()))) {}
 
     // Brings this mover's share of the tokens that the experts here want, in the order in which they need them: says where
     // the rows of each expert are, and fetches the tokens that have not come for an earlier one. `own`: this rank's, which
     // stay where they are. note(row, source, route) keeps what a row is.
     template <bool aligned, class Note>
     MK_DEVICE void bring(Courier<aligned>& courier, Lines own, Note note) {
+        for (u64 peer : RingOrder(launch_.rank(), launch_.size())) look_up(peer);
+        launch_.agent().sync();
         for (u64 expert = 0; expert < experts_; ++expert) {
             if (is_mine(expert, launch_.rank())) place(expert, launch_.rank(), own, note);
             for (u64 peer : RingOrder(launch_.rank(), launch_.size())) {
@@ -258,61 +335,89 @@ public:
         if (tile.source == known_.expert && tile.rows.begin == known_.row) return true;
         for (u64 source = 0; source < launch_.size(); ++source) {
             const Delivery& delivery = delivery_of(tile.source, source);
-            const i64 own_end = delivery.row + delivery.rows;
-            const i64 begin = tile.rows.begin > delivery.row ? tile.rows.begin : delivery.row;
-            const i64 end = tile.rows.end < own_end ? tile.rows.end : own_end;
-            if (begin >= end) continue;
+            if (delivery.row >= tile.rows.end || delivery.row + delivery.rows <= tile.rows.begin) continue;
             const u64 unit = unit_of(tile.source, source);
-            if (!launch_.wait(who, &plan_.placed[unit], 1, {Awaited::routes, everyone, 1 + unit})) return false;
-            u64 last = no_chunk;
-            for (const RowPlace *place = rows(tile).places + (begin - tile.rows.begin), *behind = place + (end - begin);
-                 place != behind; ++place) {
-                if (place->chunk == last) continue;
-                last = place->chunk;
-                if (!launch_.wait(who, &plan_.arrived[last], 1, {Awaited::arrival, everyone, last})) return false;
-            }
+            if (!launch_.wait(who, &plan_.placed[unit], 1, {Awaited::routes, everyone, unit})) return false;
+            // None of the first rows brings more than one token that has not come for an earlier expert.
+            const i64 rows = tile.rows.end - delivery.row, most = rows < delivery.tokens ? rows : delivery.tokens;
+            if (source != launch_.rank() && !await_tokens(who, source, delivery.landed + most)) return false;
         }
         known_ = {tile.source, tile.rows.begin};
         return launch_.live();
     }
 
 private:
-    static constexpr u64 no_chunk = ~u64(0);
-
     MK_DEVICE const Delivery& delivery_of(u64 expert, u64 source) const {
-        return routing_.deliveries[expert * launch_.size() + source];
+        return routing_.deliveries[unit_of(expert, source)];
     }
     MK_DEVICE i64 first_row(const Tile& tile) const { return offsets_[tile.source] + tile.rows.begin; }
-    MK_DEVICE u64 chunk_of(u64 source, i64 landed) const {
-        return source * u64(plan_.chunks) + u64(landed / plan_.chunk_tokens);
-    }
+    MK_DEVICE u64 chunk_of(u64 source, i64 number) const { return source * u64(plan_.chunks) + u64(number); }
     MK_DEVICE u8* token_at(u64 source, i64 landed) const {
         return static_cast<u8*>(plan_.tokens) + (i64(source) * routing_.max_tokens + landed) * plan_.pitch;
     }
+    MK_DEVICE u32* list_of(u64 source) const { return plan_.list + i64(source) * routing_.max_tokens; }
 
     MK_DEVICE bool is_mine(u64 expert, u64 source) const {
-        return unit_of(expert, source) % launch_.members() == launch_.member();
+        return u32(unit_of(expert, source)) % u32(launch_.members()) == launch_.member();
     }
     MK_DEVICE u64 unit_of(u64 expert, u64 source) const { return expert * launch_.size() + source; }
+
+    // From a chunk of a source on, the first that is this mover's: neighbouring chunks are different movers'.
+    MK_DEVICE i64 own_chunk(u64 source, i64 chunk) const {
+        const u32 members = u32(launch_.members()), turn = u32(u64(chunk) + source) % members;
+        return chunk + (u32(launch_.member()) + members - turn) % members;
+    }
+
+    // How many tokens of a source land here.
+    MK_DEVICE i64 coming(u64 source) const {
+        const Delivery& last = delivery_of(experts_ - 1, source);
+        return last.landed + last.tokens;
+    }
+
+    // Waits for the first tokens of a source. Each mover brings its chunks in order, so its last one tells of all.
+    MK_DEVICE bool await_tokens(const Agent& who, u64 source, i64 count) {
+        const i64 end = ceil_div(count, plan_.chunk_tokens), movers = i64(launch_.readers());
+        const i64 begin = end > movers ? end - movers : 0;
+        bool all = who.lanes() == 1;  // loads that do not wait for each other
+        for (i64 i = begin; i < end; ++i) all = launch_.sees(&plan_.arrived[chunk_of(source, i)], 1) && all;
+        if (all) acquire_seen();
+        for (i64 i = begin; !all && i < end; ++i) {
+            const u64 chunk = chunk_of(source, i);
+            if (!launch_.wait(who, &plan_.arrived[chunk], 1, {Awaited::arrival, everyone, chunk})) return false;
+        }
+        return true;
+    }
+
+    // Finds out which tokens of a peer are in this mover's chunks.
+    MK_DEVICE void look_up(u64 source) const {
+        if (experts_ == 0 || !launch_.live()) return;
+        const Agent& agent = launch_.agent();
+        const u32* theirs = static_cast<const u32*>(launch_.at(source, routing_.tokens)) + delivery_of(0, source).token;
+        const i64 all = coming(source), first = own_chunk(source, 0), step = i64(launch_.members());
+        const u32 length = u32(plan_.chunk_tokens);
+        for (u32 i = agent.lane();; i += agent.lanes()) {
+            const i64 at = (first + i64(i / length) * step) * length + i % length;
+            if (at - i % length >= all) break;
+            if (at < all) list_of(source)[at] = theirs[at];
+        }
+    }
 
     template <bool aligned>
     MK_DEVICE void fetch(Courier<aligned>& courier, u64 expert, u64 source) {
         if (!launch_.live()) return;
+        const Delivery& delivery = delivery_of(expert, source);
+        const i64 end = delivery.landed + delivery.tokens;
+        i64 chunk = own_chunk(source, ceil_div(delivery.landed, plan_.chunk_tokens));
+        if (chunk * plan_.chunk_tokens >= end) return;
         const CallMessage& message = launch_.message_of(source);
         const Lines theirs{static_cast<u8*>(launch_.at(source, message.operand)), i64(message.operand_pitch)};
-        const Delivery &delivery = delivery_of(expert, source), &last = delivery_of(experts_ - 1, source);
-        const u32* tokens = static_cast<const u32*>(launch_.at(source, routing_.tokens)) + delivery.token;
-        const i64 end = delivery.landed + delivery.tokens, all = last.landed + last.tokens;
-        const bool leads = launch_.agent().lane() == 0;
-        for (i64 chunk = ceil_div(delivery.landed, plan_.chunk_tokens); chunk * plan_.chunk_tokens < end; ++chunk) {
-            if ((u64(chunk) + source) % launch_.members() != launch_.member()) continue;
+        const i64 all = coming(source);
+        for (; chunk * plan_.chunk_tokens < end; chunk += i64(launch_.members())) {
             const Range landing = block(chunk, plan_.chunk_tokens, all);
-            const u64 index = chunk_of(source, landing.begin), bytes = u64(landing.size() * plan_.bytes);
-            const Span span(launch_, leads, Traced::copy, source, bytes, index);
-            for (i64 i = landing.begin; i < landing.end; ++i)
-                courier.send({token_at(source, i), plan_.pitch},
-                             {theirs.data + tokens[i - delivery.landed] * theirs.pitch, theirs.pitch}, 1, plan_.bytes,
-                             i + 1 < landing.end ? nullptr : &plan_.arrived[index]);
+            const u64 index = chunk_of(source, chunk), bytes = u64(landing.size() * plan_.bytes);
+            const Span span(launch_, launch_.agent().lane() == 0, Traced::copy, source, bytes, index);
+            courier.send_listed({token_at(source, landing.begin), plan_.pitch}, theirs, list_of(source) + landing.begin,
+                                landing.size(), plan_.bytes, &plan_.arrived[index]);
             pulled_ += bytes;
         }
     }
@@ -328,9 +433,8 @@ private:
         for (i64 i = agent.lane(); i < delivery.rows; i += agent.lanes()) {
             const Route route = routes[i];
             note(first + i, source, route);
-            plan_.places[first + i] = source == launch_.rank()
-                                          ? RowPlace{own.data + route.token * own.pitch, no_chunk}
-                                          : RowPlace{token_at(source, route.landed), chunk_of(source, route.landed)};
+            plan_.places[first + i] =
+                source == launch_.rank() ? own.data + route.token * own.pitch : token_at(source, route.landed);
         }
         launch_.raise<Scope::device>(&plan_.placed[unit_of(expert, source)], 1, Writes().complete(agent));
     }
@@ -354,22 +458,22 @@ class ExpertTiles {
 public:
     MK_DEVICE ExpertTiles(const i64* offsets, u64 experts, i64 columns, TileShape tile, u64 agent, u64 agents,
                           bool pairs = false)
-        : offsets_(offsets), experts_(experts), columns_(columns), tile_(tile), agent_(agent), agents_(agents),
-          pairs_(pairs) {}
+        : offsets_(offsets), columns_(columns), tile_(tile), experts_(u32(experts)), agent_(u32(agent)),
+          agents_(u32(agents)), pairs_(pairs) {}
 
     class Iterator {
     public:
-        MK_DEVICE Iterator(const ExpertTiles& tiles, u64 expert, u64 index)
+        MK_DEVICE Iterator(const ExpertTiles& tiles, u32 expert, u32 index)
             : tiles_(tiles), expert_(expert), index_(index) {
             settle();
         }
         MK_DEVICE Tile operator*() const {
-            const u64 group = RingTiles::group, across = tiles_.across(), blocks = tiles_.blocks(expert_);
-            const u64 first = index_ / (group * across) * group, rest = index_ - first * across;
-            const u64 height = blocks - first < group ? blocks - first : group;
-            const Range columns = block(i64(rest / height), tiles_.tile_.columns, tiles_.columns_);
+            const u32 group = RingTiles::group, across = tiles_.across(), blocks = tiles_.blocks(expert_);
+            const u32 first = index_ / (group * across) * group, rest = index_ - first * across;
+            const u32 height = blocks - first < group ? blocks - first : group;
+            const Range columns = block(rest / height, tiles_.tile_.columns, tiles_.columns_);
             const i64 shift = second_ ? tiles_.columns_ : 0;
-            return {expert_, block(i64(first + rest % height), tiles_.tile_.rows, tiles_.rows(expert_)),
+            return {expert_, block(first + rest % height, tiles_.tile_.rows, tiles_.rows(expert_)),
                     {columns.begin + shift, columns.end + shift}};
         }
         MK_DEVICE Iterator& operator++() {
@@ -384,28 +488,27 @@ public:
     private:
         MK_DEVICE void settle() {
             for (; expert_ < tiles_.experts_; ++expert_) {
-                const u64 count = tiles_.blocks(expert_) * tiles_.across();
+                const u32 count = tiles_.blocks(expert_) * tiles_.across();
                 if (index_ < count) return;
                 index_ -= count;
             }
         }
         const ExpertTiles& tiles_;
-        u64 expert_, index_;
+        u32 expert_, index_;
         bool second_ = false;  // of a pair
     };
     MK_DEVICE Iterator begin() const { return {*this, 0, agent_}; }
     MK_DEVICE Iterator end() const { return {*this, experts_, 0}; }
 
 private:
-    MK_DEVICE i64 rows(u64 expert) const { return offsets_[expert + 1] - offsets_[expert]; }
-    MK_DEVICE u64 blocks(u64 expert) const { return u64(ceil_div(rows(expert), tile_.rows)); }
-    MK_DEVICE u64 across() const { return u64(ceil_div(columns_, tile_.columns)); }
+    MK_DEVICE i64 rows(u32 expert) const { return offsets_[expert + 1] - offsets_[expert]; }
+    MK_DEVICE u32 blocks(u32 expert) const { return u32(ceil_div(rows(expert), tile_.rows)); }
+    MK_DEVICE u32 across() const { return u32(ceil_div(columns_, tile_.columns)); }
 
     const i64* offsets_;
-    u64 experts_;
     i64 columns_;
     TileShape tile_;
-    u64 agent_, agents_;
+    u32 experts_, agent_, agents_;
     bool pairs_;
 };
 

@@ -118,6 +118,15 @@ public:
         return live_;
     }
 
+    // Waits for signal_of(i) of so many, at which the lanes look side by side; all get one verdict.
+    template <class Signal, class About>
+    MK_DEVICE bool wait_all(u64 count, u64 progress, Signal signal_of, About subject_of) {
+        for (u64 i = agent_.lane(); i < count; i += agent_.lanes())
+            if (!wait_alone(signal_of(i), progress, subject_of(i))) break;
+        live_ = !agent_.any(!live_);
+        return live_;
+    }
+
     // As wait(), with a condition of the caller's on the signal's value, and one that is looked at now and then.
     template <class Check, class Look>
     MK_DEVICE bool poll(const Agent& who, Subject subject, u64 goal, const u64* signal, Check check, Look look) {
@@ -136,6 +145,16 @@ public:
     template <Scope scope>
     MK_DEVICE void raise(u64* signal, u64 progress, Completed) {
         raise<scope>(signal, progress);
+    }
+
+    // Tells this rank's host what is wrong with the data of this call, unless it has yet to take note of an earlier fault.
+    MK_DEVICE void report(const DataFault& fault) const {
+        DataFault& told = world_.pages[rank()]->fault;
+        if (load_relaxed(&told.problem)) return;
+        told.generation = fault.generation;
+        told.rank = fault.rank;
+        for (u32 i = 0; i < 3; ++i) told.values[i] = fault.values[i];
+        store_release<Scope::system>(&told.problem, fault.problem);
     }
 
 protected:

@@ -15,7 +15,7 @@ struct Rows {
 
 // Rows of which each lies where its place says, without gaps.
 struct ListedRows {
-    const RowPlace* places;
+    u8* const* places;
 };
 
 // Matrices of equal shape, `stride` bytes apart: a tile takes the one of its source.

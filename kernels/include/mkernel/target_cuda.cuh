@@ -139,6 +139,10 @@ MK_DEVICE bool compare_exchange(u64* word, u64 expected, u64 value) {
     return old == expected;
 }
 
+// Of scratch memory, by any lanes.
+MK_DEVICE void set_bits(u32* word, u32 bits) { atomicOr(word, bits); }
+MK_DEVICE u32 lowest_bit(u32 bits) { return u32(__ffs(int(bits))) - 1; }
+
 MK_DEVICE u64 now_ns() {
     u64 time;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
@@ -150,12 +154,41 @@ MK_DEVICE void pause(u32 spins) { __nanosleep(spins < 64 ? 20 : 100); }
 // Where a test may make a thread lose its turn; the GPU's own scheduler needs no help.
 MK_DEVICE void interleave() {}
 
-// A copy of `lines` runs of `bytes` by the lanes of an agent.
+// A copy of `lines` runs of `bytes`, of which a list may say where they come from, by the lanes of an agent.
 class Transfer {
 public:
     MK_DEVICE Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines,
-                       i64 bytes) {
-        const Lines block{static_cast<u8*>(to), static_cast<const u8*>(from), to_pitch, from_pitch, lines, bytes};
+                       i64 bytes)
+        : Transfer(agent, to, to_pitch, from, from_pitch, lines, bytes, InOrder()) {}
+    MK_DEVICE Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines,
+                       i64 bytes, const u32* list)
+        : Transfer(agent, to, to_pitch, from, from_pitch, lines, bytes, Listed{list}) {}
+
+    // When it returns, what all lanes copied is done.
+    MK_DEVICE void finish(const Agent& agent) { agent.sync(); }
+
+private:
+    struct InOrder {
+        MK_DEVICE i64 operator[](i64 line) const { return line; }
+    };
+    struct Listed {
+        const u32* list;
+        MK_DEVICE i64 operator[](i64 line) const { return list[line]; }
+    };
+
+    template <class Order>
+    struct Lines {
+        u8* to;
+        const u8* from;
+        i64 to_pitch, from_pitch, count, bytes;
+        Order order;
+    };
+
+    template <class Order>
+    MK_DEVICE Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines,
+                       i64 bytes, Order order) {
+        const Lines<Order> block{static_cast<u8*>(to), static_cast<const u8*>(from), to_pitch, from_pitch, lines, bytes,
+                                 order};
         const u64 alignment = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | to_pitch | from_pitch;
         if (alignment % 16 == 0)
             run<uint4>(agent, block);
@@ -166,16 +199,6 @@ public:
         else
             run<u8>(agent, block);
     }
-
-    // When it returns, what all lanes copied is done.
-    MK_DEVICE void finish(const Agent& agent) { agent.sync(); }
-
-private:
-    struct Lines {
-        u8* to;
-        const u8* from;
-        i64 to_pitch, from_pitch, count, bytes;
-    };
 
     // A place in a block of lines of so many words, for one of the lanes that walk through it together.
     struct Place {
@@ -191,8 +214,8 @@ private:
     };
 
     // As many loads under way as the link's latency asks for, then their stores.
-    template <class Word>
-    static MK_DEVICE void run(const Agent& agent, const Lines& lines) {
+    template <class Word, class Order>
+    static MK_DEVICE void run(const Agent& agent, const Lines<Order>& lines) {
         constexpr u32 batch = 8;
         const i64 rest = lines.bytes % i64(sizeof(Word));
         if (const u32 words = u32(lines.bytes / i64(sizeof(Word)))) {
@@ -202,7 +225,7 @@ private:
                 MK_UNROLL
                 for (u32 i = 0; i < batch; ++i, from.advance())
                     if (from.line < lines.count)
-                        values[i] = reinterpret_cast<const Word*>(lines.from + from.line * lines.from_pitch)[from.word];
+                        values[i] = reinterpret_cast<const Word*>(lines.from + lines.order[from.line] * lines.from_pitch)[from.word];
                 MK_UNROLL
                 for (u32 i = 0; i < batch; ++i, to.advance())
                     if (to.line < lines.count)
@@ -211,7 +234,8 @@ private:
         }
         if (sizeof(Word) > 1 && rest > 0) {
             const i64 done = lines.bytes - rest;
-            run<u8>(agent, {lines.to + done, lines.from + done, lines.to_pitch, lines.from_pitch, lines.count, rest});
+            run<u8>(agent, Lines<Order>{lines.to + done, lines.from + done, lines.to_pitch, lines.from_pitch,
+                                        lines.count, rest, lines.order});
         }
     }
 };

@@ -97,17 +97,22 @@ inline bool compare_exchange(u64* word, u64 expected, u64 value) {
     return __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
+// Of scratch memory, by any lanes.
+inline void set_bits(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
+inline u32 lowest_bit(u32 bits) { return u32(__builtin_ctz(bits)); }
+
 inline u64 now_ns() { return host::now_ns(); }
 inline void pause(u32 spins) { host::pause(spins); }
 inline void interleave() { host::interleave(); }
 
-// A copy of `lines` runs of `bytes` by the lanes of an agent. As a GPU's copy engine does, it moves the bytes at any
+// A copy of `lines` runs of `bytes`, of which a list may say where they come from, by the lanes of an agent. As a GPU's copy engine does, it moves the bytes at any
 // time until finish(): here at finish, or at once if the seed says so. So a reader that does not wait is caught.
 class Transfer {
 public:
-    Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines, i64 bytes)
+    Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines, i64 bytes,
+             const u32* list = nullptr)
         : to_(static_cast<u8*>(to)), from_(static_cast<const u8*>(from)), to_pitch_(to_pitch), from_pitch_(from_pitch),
-          lines_(lines), bytes_(bytes) {
+          lines_(lines), bytes_(bytes), list_(list) {
         if (host::chance(2)) run(agent);
     }
 
@@ -119,17 +124,18 @@ public:
 
 private:
     void run(const Agent& agent) {
-        bool dense = to_pitch_ == bytes_ && from_pitch_ == bytes_;
+        bool dense = to_pitch_ == bytes_ && from_pitch_ == bytes_ && !list_;
         if (dense && agent.lanes() == 1 && lines_ > 0) std::memcpy(to_, from_, bytes_ * lines_);
         else
             for (i64 line = agent.lane(); line < lines_; line += agent.lanes())
-                std::memcpy(to_ + line * to_pitch_, from_ + line * from_pitch_, bytes_);
+                std::memcpy(to_ + line * to_pitch_, from_ + (list_ ? list_[line] : line) * from_pitch_, bytes_);
         lines_ = 0;
     }
 
     u8* to_;
     const u8* from_;
     i64 to_pitch_, from_pitch_, lines_, bytes_;
+    const u32* list_;
 };
 
 inline u32 bits_of(float value) {

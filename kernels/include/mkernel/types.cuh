@@ -72,6 +72,14 @@ struct Record {
     u64 waited_ns;
 };
 
+// What is wrong with the data of a call, which has therefore written nothing; the codes are in mkernel_cp/failure.py.
+struct DataFault {
+    u64 problem;  // last, when the rest is there; 0 again when the host has taken note
+    u64 generation;
+    u64 rank;  // whose data, or whose room
+    i64 values[3];
+};
+
 // One page per rank in host memory that all ranks of the node map: it works also when a GPU or a rank does not.
 struct HostPage {
     u64 abort;   // 0, or 1 + the rank whose record says why (+ 2^32: its watcher's record, + 2^33: its proxy's)
@@ -83,6 +91,7 @@ struct HostPage {
     Record by_watcher;
     Record by_proxy;
     u64 card[8];  // the name of the network card that the proxy's record is about
+    DataFault fault;
 };
 
 // The first word of a rank to one on another node in every call, which the network brings.
@@ -421,36 +430,23 @@ struct Delivery {
     i64 landed;  // of the first token, among those of the sender here
 };
 
-// Where a row of A is, and the chunk that it comes in, if it comes from a peer.
-struct RowPlace {
-    void* data;
-    u64 chunk;
-};
-
-// Why a call has written nothing, for the host: names of the codes are in mkernel_cp/moe_plan.py.
-struct RoutingVerdict {
-    u64 problem;
-    u64 rank;
-    i64 values[3];
-};
-
 // How a rank sorts its tokens by expert, and learns what it gets. `Place`s are tables that peers read.
 struct RoutingPlan {
     u64 experts;  // of all ranks
     i64 slots;    // ids of a token
     i64 max_tokens;
-    i64 parts;      // of the tokens: lanes sort them side by side
+    i64 sorted;     // tokens that an agent sorts at a time
     i64* capacity;  // [rank]: rows of its result
     Place summary;
-    Place shares;         // [expert]
-    Place routes;         // by expert, token, slot
-    Place tokens;         // u32, each once per destination, in the order in which its experts need them
-    ExpertShare* sorted;  // [part][expert]
-    ExpertShare* starts;  // [expert]: what comes before
-    i64* faults;          // [part]
-    i64* landed;          // [token][rank]
-    i64* totals;          // [rank]
+    Place starts;          // [expert], and all behind the last: what comes before it
+    Place routes;          // by expert, token, slot
+    Place tokens;          // u32, each once per destination, in the order in which its experts need them
+    ExpertShare* counts;   // [agent that sorts][expert], and behind the last how many ids are none, and the first of these
+    ExpertShare* known;    // [rank][expert]: the `starts` of all
+    RoutingSummary* said;  // [rank]
+    i64* totals;           // [rank]
     Delivery* deliveries;  // [own expert][rank]
+    u64* told;             // [agent that sorts]: signals: it has counted (1), it has listed (2)
     u64* routed;           // a signal: what this rank gets is known (1), or that nobody gets anything (2)
 };
 
@@ -461,9 +457,10 @@ struct TokenLandingPlan {
     i64 bytes;     // of one
     i64 chunk_tokens;
     i64 chunks;        // of a rank
+    u32* list;         // [rank][max_tokens]: of those that land, which of its tokens they are
     u64* arrived;      // [rank][chunk]: signals
     u64* placed;       // [own expert][rank]: signals
-    RowPlace* places;  // [row]
+    u8** places;       // [row]: where it is
 };
 
 // What does not change from call to call of moe_dispatch_gemm.
@@ -495,11 +492,10 @@ struct MoeDispatchGemmParams {
     i64 tokens;
     TokenChoice choice;
     RowOrigins origins;
-    RoutingVerdict* verdict;
     World* world;
     MoeDispatchGemmPlan* plan;
     CallMessage message;
-    u64 reserved[7];
+    u64 reserved[8];
 };
 
 // Sums over the rows of each token, which the ranks of its experts form for the rank that has it. `Place`s are what peers
@@ -512,9 +508,11 @@ struct CombinePlan {
     i64 chunks;     // of a rank's tokens, at the most
     u64 computing;  // agents that make rows
     Place weights;  // [token][slot] of this rank's tokens
-    Place rows;     // [rank][token][slot]: as a signal, generation << 32 | row: which row is made of it here
+    u64* rows;      // [rank][token][slot]: as a signal, generation << 32 | row: which row is made of it here
+    void* factors;  // [rank][token][slot]: the weight of that
     Place sums;     // [rank][token]: for the peers, lines
     i64 pitch;      // bytes from one to the next
+    Place sent;     // [rank][token]: as signals: the rank has a sum for this one's token
     Place summed;   // [rank][chunk]: signals: the rank's sums for this one's tokens are there
     u64* computed;  // [compute agent]: signals: its rows are there, and what they are made of is known
 };
@@ -530,12 +528,13 @@ struct MoeCombinePlan {
 struct MoeCombineParams {
     Matrix rows;
     Matrix out;
+    i64 row_count;
     i64 tokens;
     RowOrigins origins;
     World* world;
     MoeCombinePlan* plan;
     CallMessage message;
-    u64 reserved[5];
+    u64 reserved[4];
 };
 
 // What does not change from call to call of moe_layer. The second product starts from `hidden`, and gives `made`.
@@ -549,6 +548,7 @@ struct MoeLayerPlan {
     TileShape tile;
     i64 part_rows;  // of a part of a tile, which is stored at once
     i64 part_columns;
+    i64 capacity;  // rows of `hidden` and `made`
     i64* expert_offsets;  // what this rank gets in a call
     Matrix* hidden;
     Matrix* made;
@@ -568,11 +568,10 @@ struct MoeLayerParams {
     i64 w2_stride;
     i64 tokens;
     TokenChoice choice;
-    RoutingVerdict* verdict;
     World* world;
     MoeLayerPlan* plan;
     CallMessage message;
-    u64 reserved[2];
+    u64 reserved[3];
 };
 
 // --- end of the shared structs ---------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ MK_DEVICE void widen_rows(const Agent& agent, Accumulator<T>* to, i64 pitch, con
 template <class T>
 MK_DEVICE void widen_rows(const Agent& agent, Accumulator<T>* to, i64 pitch, const ListedRows& from, i64 rows, Range k) {
     for (i64 i = agent.lane(); i < rows; i += agent.lanes()) {
-        const Block row{static_cast<T*>(from.places[i].data) + k.begin, 0, 1};
+        const Block row{reinterpret_cast<T*>(from.places[i]) + k.begin, 0, 1};
         announce_reads<T>(row, 1, k.size());
         widen_block<T>(to + i * pitch, pitch, row, 1, k.size(), 0, 1);
     }

@@ -90,7 +90,7 @@ struct Operand {
 template <class T>
 struct ListedOperand {
     static constexpr bool along_k = true;
-    const RowPlace* places;
+    u8* const* places;
     u32 extent;
 };
 
@@ -126,7 +126,7 @@ MK_DEVICE void fetch(u8* panel, const ListedOperand<T>& operand, Range k) {
 #pragma unroll 2
     for (u32 line = thread / threads; line < extent; line += loaders / threads) {
         const bool there = line < operand.extent;
-        const T* from = there ? static_cast<const T*>(operand.places[line].data) + k.begin : nullptr;
+        const T* from = there ? reinterpret_cast<const T*>(operand.places[line]) + k.begin : nullptr;
         for (u32 at = thread % threads * piece<T>; at < depth; at += threads * piece<T>) {
             const u32 count = !there || at >= terms ? 0 : terms - at < piece<T> ? terms - at : piece<T>;
             u8* to = panel + Lines::place(line, at);

@@ -1,0 +1,134 @@
+"""The operators on experts for GPUs, where there is no GPU."""
+
+import contextlib
+import functools
+import threading
+
+import emulated
+import numpy as np
+import pytest
+import test_moe_combine as combine
+import test_moe_dispatch_gemm as dispatch
+import test_moe_layer as layer
+import worlds
+from routing import ExpertCase
+
+import mkernel_cp as mk
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(kernels, tmp_path_factory):
+    with emulated.kernels(tmp_path_factory.mktemp("emulated") / "kernels"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def on(monkeypatch):
+    """Ranks of `worlds.run` get GPUs: those of one kind, or of another that a test asks for.
+
+    They are slow, and no deadline is to end what they do.
+    """
+    run = functools.partial(worlds.run, progress_timeout=0)
+
+    def use(arch):
+        gpu = emulated.GPUS[arch]
+        monkeypatch.setattr(
+            worlds,
+            "run",
+            lambda size, program, **options: run(size, emulated.on_gpu, gpu, 1, program, **options),
+        )
+
+    use("sm_80")
+    return use
+
+
+def case(name, tokens, h, n, experts, slots, routing, activation=None, columns=0):
+    """Of one type: kernels take long to compile."""
+    more = routing, None, activation, columns
+    return ExpertCase(name, tokens, h, n, experts, slots, "float16", *more)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case("tiles", (140, 30), 70, 270, 3, 2, "zipf"),
+        case("alone", (50,), 16, 9, 3, 2, "repeats"),
+        case("no experts", (5, 6), 8, 4, 0, 2, "uniform"),
+    ],
+    ids=str,
+)
+def test_dispatch_equals_reference(case):
+    dispatch.test_equals_reference(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case("aligned", (23, 0, 9), 1, 40, 6, 4, "uniform"),
+        case("odd", (9, 17), 1, 19, 5, 3, "zipf"),
+    ],
+    ids=str,
+)
+def test_combine_equals_reference(case):
+    combine.test_equals_reference(case)
+
+
+def test_layer_equals_reference(on):
+    """Tokens come through the copy engine."""
+    on("sm_90a")
+    layer.test_equals_reference(case("bulk", (50, 33), 104, 140, 5, 3, "zipf", "swiglu", 70))
+
+
+def test_few_tokens_are_sorted_at_a_time(monkeypatch):
+    monkeypatch.setattr(dispatch.moe_plan, "_SORT_WORDS", (1, 1))
+    dispatch.test_equals_reference(case("tails", (30, 0, 43), 21, 45, 5, 3, "one rank"))
+
+
+def test_what_does_not_arrive_leaves_nan():
+    """A rank is awaited in vain, by movers and by those who compute."""
+    ids = np.arange(20).reshape(10, 2) % 3
+    tokens, factors = np.ones((10, 8), np.float16), np.ones((1, 8, 16), np.float16)
+    weights = np.ones((10, 2), np.float32)
+
+    def main(mpi, name):
+        comm = mk.Communicator(mpi, progress_timeout=0)
+        comm.machine.gpu = emulated.GPUS["sm_90a" if name == "layer" else "sm_80"]
+        rows, layout = mk.moe_dispatch_gemm(tokens, ids, factors, comm=comm)
+        out = np.zeros_like(rows if name == "dispatch" else rows[:10])
+        calls = {
+            "dispatch": lambda: mk.moe_dispatch_gemm(
+                *(tokens, ids, factors), comm=comm, out=(out, layout)
+            ),
+            "combine": lambda: mk.moe_combine(rows, weights, layout, comm=comm, out=out),
+            "layer": lambda: mk.moe_layer(
+                *(tokens, ids, weights, factors, np.ones((1, 8, 16), np.float16)),
+                comm=comm,
+                out=out,
+            ),
+        }
+        calls[name]()
+        out[...] = 0
+        comm._world.entry_timeout_ns = 300_000_000
+        try:
+            if comm.rank == 1:
+                ended.wait(60)
+                comm.synchronize()
+            else:
+                calls[name]()
+        except mk.TimeoutError:
+            if comm.rank != 1:
+                ended.wait(60)
+            return comm.rank, out, int(layout.count)
+        finally:
+            with contextlib.suppress(mk.Error):
+                comm.close()
+        raise AssertionError("no rank ends well")
+
+    for name in ("dispatch", "combine", "layer"):
+        ended = threading.Barrier(3)
+        for rank, out, count in mk.LocalWorld(3).run(main, name):
+            if rank == 1:
+                assert (out == 0).all()
+            else:
+                assert np.isnan(out).all(), name
+                assert count == 0 or name != "dispatch"
