@@ -31,7 +31,7 @@ MAY_SPILL = {
     ("gemm_allreduce_one_shot", "sm_90a"): 64,
     # What a thread knows of tokens and of a second product is kept in memory while it multiplies.
     ("moe_dispatch_gemm", "sm_80"): 64,
-    ("moe_dispatch_gemm", "sm_90a"): 352,
+    ("moe_dispatch_gemm", "sm_90a"): 64,
     ("moe_layer", "sm_80"): 384,
     ("moe_layer", "sm_90a"): 640,
 }
