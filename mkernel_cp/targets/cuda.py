@@ -20,6 +20,7 @@ import numpy as np
 from .. import compiler, errors, kernel, plan
 from ..host_pages import HostPage, SignalPage
 from ..memory import round_up
+from ..transport import devices
 from .host import address_of
 
 # The driver carves small allocations out of blocks of 2 MiB, and shares whole blocks.
@@ -225,6 +226,10 @@ class CudaTarget:
             answers.append((ended - begun, self.word(now.address), (begun + ended) // 2))
         _, kernels, host = min(answers)  # of the shortest trip
         return kernels, host
+
+    def place(self) -> devices.Place:
+        """Return where the network cards of this rank should be near."""
+        return devices.of_pci(self._runtime.deviceGetPCIBusId(self._index))
 
     def upload(self, address: int, data: Any) -> None:
         """Copy a ctypes object or NumPy array to kernels' memory; return when it is there."""
