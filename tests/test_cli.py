@@ -405,7 +405,8 @@ def test_compile_has_the_kernels_of_attention_that_plans_take(arch, kib):
 @pytest.mark.parametrize("columns", [64, 1000, 8192])
 def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, columns):
     dtype, gpu = np.dtype(dtype), plan.Gpu("sm_90a", 132, 227 << 10)
-    tile = plan.choose_tile((999,) * 4, columns, 777, dtype, dtype, plan.Options(), gpu)
+    shape = (999,) * 4, columns, 777
+    tile = plan.choose_tile(*shape, dtype, dtype, plan.Options(), gpu, gathers=True)
     types = plan.type_defines(dtype, dtype)
     assert plan.kernel_defines(types, tile, dtype) in compile.kernels_for(
         "allgather_gemm", gpu.arch

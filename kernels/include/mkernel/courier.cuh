@@ -58,6 +58,7 @@ public:
             const Lines to = slot.to;
             const u32 bytes = slot.bytes, lines = slot.lines;
             const u8* from = piece(state_.out);
+            MK_NO_UNROLL
             for (u32 i = 0; i < lines; ++i) ptx::store_bulk(to.data + i * to.pitch, from + i * bytes, bytes);
             ptx::commit_stores();
             if (slot.signal) {
@@ -94,6 +95,7 @@ private:
         slot.to = to, slot.lines = lines, slot.bytes = bytes, slot.signal = signal;
         ptx::arrive_expect(&slot.loaded, lines * bytes);
         u8* there = piece(state_.in);
+        MK_NO_UNROLL
         for (u32 i = 0; i < lines; ++i)
             ptx::load_bulk(there + i * bytes, from.data + i * from.pitch, bytes, &slot.loaded);
         if (++state_.in == state_.slots) state_.in = 0;
