@@ -194,7 +194,8 @@ public:
             if (!under_way_.empty() && (random(8) == 0 || stuck)) do_one(under_way_);
             else if (!late_.empty() && stuck) do_one(late_);
             else if (idle > 100 * warps_.size()) {
-                if (host::now_ns() - cluster_->busy_ns > longest_wait_ns) stop("its threads wait for each other");
+                const u64 busy = cluster_->busy_ns;  // read first: the neighbour goes on writing it
+                if (host::now_ns() - busy > longest_wait_ns) stop("its threads wait for each other");
                 host::host_pause(u32(idle));
             }
         }
