@@ -38,9 +38,23 @@ def failure_in(pages: Sequence[HostPage], rank: int) -> errors.Error | None:
     if record.reason == Reason.LOST:
         lost.add(record.peer)
     if record.reason == Reason.NETWORK:
-        return failure.of_network(origin, record, bytes(words.card))
+        cause = _cause(pages[record.peer], record.generation)
+        if cause is None:
+            return failure.of_network(origin, record, bytes(words.card))
+        record = type(record).from_buffer_copy(record)
+        record.reason = cause
     texts = [page.text(record.generation) for page in pages]
     return failure.build(origin, record, texts)
+
+
+def _cause(peer: HostPage, generation: int) -> Reason | None:
+    """Return what a failed exchange with a peer follows from; None: from what the card met.
+
+    A rank that has refused or closed takes its memory along, perhaps before others hear of it.
+    """
+    if peer.refused(generation):
+        return Reason.REFUSED
+    return Reason.CLOSED if peer.words.closed and not peer.words.abort else None
 
 
 def _record(pages: Sequence[HostPage], word: int) -> tuple[int, Any]:

@@ -13,7 +13,9 @@ import pytest
 import mkernel_cp as mk
 from mkernel_cp import mirrors
 from mkernel_cp.communicator import _real_nodes
+from mkernel_cp.failure import Reason
 from mkernel_cp.host_pages import ANNOUNCED, HostPage, signal
+from mkernel_cp.lifetime import failure_in
 from mkernel_cp.memory import Segment
 from mkernel_cp.transport import devices, network, soft
 
@@ -40,6 +42,13 @@ def outcomes(hosts, program, **options):
     results = mk.LocalWorld(sum(hosts), hosts=hosts).run(main)
     assert time.monotonic() - began < DEADLINE  # no failure waits for that
     return results
+
+
+def within(mpi, program):
+    with mk.Communicator(mpi) as comm:
+        result = program(comm)
+        comm.barrier()
+        return result
 
 
 def all_are(results, kind, *texts):
@@ -129,6 +138,30 @@ def test_what_one_rank_does_is_told_on_all_hosts(mishap, victim):
         assert own is None
         for error in results:
             all_are([error], kind, f"rank {victim} has closed")
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [("refusal", mk.PeerError), ("end", mk.PeerLostError), ("nothing", mk.NetworkError)],
+)
+def test_cards_that_miss_what_a_rank_took_along_tell_what_it_did(said, kind):
+    def program(comm):
+        if comm.rank == 1:
+            return None
+        own, other = comm._pages
+        record, generation = own.words.by_proxy, 7
+        record.reason, record.peer, record.generation = Reason.NETWORK, 1, generation
+        own.words.abort = 1 + comm.rank | 1 << 33
+        if said == "refusal":
+            other.set_text(generation, "ValueError: a has shape", refusal=True)
+        other.words.closed = said == "end"
+        error = failure_in(comm._pages, comm.rank)
+        own.words.abort = other.words.closed = 0
+        return error
+
+    error, _ = mk.LocalWorld(2).run(lambda mpi: within(mpi, program))
+    assert type(error) is kind
+    assert said != "refusal" or "ValueError: a has shape" in str(error)
 
 
 def test_agreements_that_differ_are_told_alike():

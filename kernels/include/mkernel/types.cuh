@@ -375,7 +375,6 @@ struct RingAttentionPlan {
     Run* queries;  // this rank's positions
     u64 walk_runs;
     Run* walk;  // the keys that they see, in the order in which they are used
-    u64 reserved[1];
 };
 
 struct RingAttentionParams {

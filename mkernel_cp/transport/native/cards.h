@@ -191,6 +191,16 @@ public:
 
     // All lanes to a peer.
     std::vector<Lane>& lanes(unsigned peer) { return lanes_.at(peer); }
+
+    // From here on nothing reaches a peer, nor a peer this card.
+    void disconnect() {
+        for (auto& peer : lanes_)
+            for (Lane& lane : peer.second)
+                if (lane.ah) library_.destroy_ah(lane.ah);
+        for (auto& entry : by_number_) library_.destroy_qp(entry.second.qp);
+        lanes_.clear();
+        by_number_.clear();
+    }
     Lane* of(uint32_t qp_number) {
         const auto found = by_number_.find(qp_number);
         return found == by_number_.end() ? nullptr : &found->second;
@@ -283,10 +293,7 @@ private:
     }
 
     void close() {
-        for (auto& peer : lanes_)
-            for (Lane& lane : peer.second)
-                if (lane.ah) library_.destroy_ah(lane.ah);
-        for (auto& entry : by_number_) library_.destroy_qp(entry.second.qp);
+        disconnect();
         if (cq) library_.destroy_cq(cq);
         if (pd_) library_.dealloc_pd(pd_);
         if (context) library_.close_device(context);

@@ -41,6 +41,8 @@ public:
 
     ~Proxy() {
         stop();
+        // Before memory goes: to write where it was would be a fault of the writer, who is to hear that this rank is gone.
+        for (auto& card : cards_) card->disconnect();
         for (auto& region : own_) forget(region.second);
     }
 
