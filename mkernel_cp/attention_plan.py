@@ -433,18 +433,17 @@ def portable_attention_tile(
     return next(fits, choices[-1])
 
 
-def attention_tiles(
-    dtype: np.dtype, arch: str, shared_bytes: int
-) -> list[PortableAttentionTile | HopperAttentionTile]:
+def attention_tiles(dtype: np.dtype, gpu: Gpu) -> list[PortableAttentionTile | HopperAttentionTile]:
     """Return a tile for each kernel that some head makes a GPU take."""
-    tiles: list[Any] = [portable_attention_tile(n, dtype, shared_bytes) for n in COLUMNS]
-    if _has_hopper(dtype, arch):
-        tiles += [hopper_attention_tile(n, shared_bytes) for n in HOPPER_COLUMNS]
+    tiles: list[Any] = [portable_attention_tile(n, dtype, gpu.shared_bytes) for n in COLUMNS]
+    if _has_hopper(dtype, gpu):
+        tiles += [hopper_attention_tile(n, gpu.shared_bytes) for n in HOPPER_COLUMNS]
     return tiles
 
 
-def _has_hopper(dtype: np.dtype, arch: str) -> bool:
-    return arch == "sm_90a" and dtype.itemsize == 2
+def _has_hopper(dtype: np.dtype, gpu: Gpu) -> bool:
+    """Return whether there is the engine `hopper`: NVRTC 12 has too few registers for it."""
+    return gpu.arch == "sm_90a" and dtype.itemsize == 2 and gpu.nvrtc >= 13
 
 
 def choose_attention_tile(
@@ -472,7 +471,7 @@ def choose_attention_tile(
         return HostAttentionTile((queries, min(keys, max(1, most)), columns))
     portable = portable_attention_tile(columns, attention.dtype, gpu.shared_bytes)
     choices: list[Any] = [portable]
-    if _has_hopper(attention.dtype, gpu.arch) and columns % 8 == 0:
+    if _has_hopper(attention.dtype, gpu) and columns % 8 == 0:
         choices.insert(0, hopper_attention_tile(columns, gpu.shared_bytes))
     for chosen in choices:
         if options.tile in (None, chosen.tile):

@@ -284,6 +284,12 @@ def nvrtc() -> types.ModuleType:
     return module
 
 
+def nvrtc_series() -> int:
+    """Return the first number of NVRTC's version."""
+    module = nvrtc()
+    return _answer(module, module.nvrtcVersion())[0]
+
+
 def nvrtc_compile(
     source: str | os.PathLike[str], options: Sequence[str]
 ) -> tuple[bytes | None, str]:

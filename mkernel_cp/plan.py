@@ -149,11 +149,14 @@ class Gpu:
         Multiprocessors.
     shared_bytes : int
         The most shared memory of a thread block.
+    nvrtc : int
+        Series of the compiler.
     """
 
     arch: str
     processors: int
     shared_bytes: int
+    nvrtc: int = 13
 
 
 # What engine/portable.cuh has in shared memory besides panels: strips of the result, one for each

@@ -1,5 +1,6 @@
 """The command line, as a user sees it: output, messages, exit codes and files."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -363,6 +364,7 @@ def test_demo_notices_a_result_that_is_wrong_on_one_rank():
 @pytest.mark.mpi
 def test_demo_notices_bytes_that_were_not_planned():
     patch = """import ctypes
+import dataclasses
     step = demo.AllGatherGemm.__call__
     def greedy(self, a, b, *, out):
         step(self, a, b, out=out)
@@ -399,6 +401,8 @@ def test_compile_has_the_kernels_of_attention_that_plans_take(arch, kib):
     gpu = plan.Gpu(arch, 100, kib << 10)
     tile = choose_attention_tile(0, attention, plan.Options(), gpu)
     assert {"MK_TYPE": "float16", **tile.defines(attention.dtype)} in kernels
+    older = dataclasses.replace(gpu, nvrtc=12)
+    assert choose_attention_tile(0, attention, plan.Options(), older).engine == "portable"
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4"])

@@ -545,7 +545,7 @@ def test_plans_for_gpus():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_fit_every_gpu(dtype, gpu):
     dtype = np.dtype(dtype)
-    tiles = attention_tiles(dtype, gpu.arch, gpu.shared_bytes)
+    tiles = attention_tiles(dtype, gpu)
     kernels = [tile.defines(dtype) for tile in tiles]
     for columns in (1, 8, 64, 65, 96, 128, 200, 256):
         tile = choose_attention_tile(0, attention(columns=columns, dtype=dtype), mk.Options(), gpu)

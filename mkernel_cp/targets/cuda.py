@@ -849,7 +849,10 @@ def _survey(runtime: Any, device: int | None, rank: int) -> _Survey:
         int(device),
         own["uuid"].hex(),
         name,
-        plan.Gpu(arch, own["multiProcessorCount"], own["sharedMemPerBlockOptin"]),
+        plan.Gpu(
+            *(arch, own["multiProcessorCount"], own["sharedMemPerBlockOptin"]),
+            compiler.nvrtc_series(),
+        ),
         {
             other["uuid"].hex(): bool(runtime.deviceCanAccessPeer(device, index))
             for index, other in enumerate(facts)
