@@ -109,7 +109,12 @@ private:
                 busy = complete_some() || busy;
                 if (flushed_ && now() - flushed_ > patience_ns) fail(flushed_card_, shared_.rank, IBV_WC_WR_FLUSH_ERR, 0);
             } catch (const std::exception& problem) {
-                fail(working_, shared_.rank, IBV_WC_GENERAL_ERR, 0);
+                const size_t card = working_;
+                try {
+                    complete_some();  // a request is refused, too, once another has failed: that one says why
+                } catch (const std::exception&) {
+                }
+                fail(card, shared_.rank, IBV_WC_GENERAL_ERR, 0);
                 fprintf(stderr, "mkernel_cp: rank %llu, network: %s\n", shared_.rank, problem.what());
             }
             if (busy) last = now();
