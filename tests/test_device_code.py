@@ -12,7 +12,11 @@ import pytest
 
 import mkernel_cp as mk
 from mkernel_cp import compiler, plan
-from mkernel_cp.attention_plan import hopper_attention_tile, portable_attention_tile
+from mkernel_cp.attention_plan import (
+    attention_tiles,
+    hopper_attention_tile,
+    portable_attention_tile,
+)
 
 pytestmark = pytest.mark.nvrtc
 
@@ -190,10 +194,12 @@ HOPPER_MAY_SPILL = [
 
 @pytest.mark.parametrize(("dtype", "columns", "limit"), HOPPER_MAY_SPILL)
 def test_attention_compiles_with_the_hopper_engine(dtype, columns, limit):
-    """Neither serialised multiplies nor a dropped setmaxnreg."""
-    if compiler.nvrtc_series() < 13:
-        pytest.skip("plans take the engine portable")
+    """Neither serialised multiplies nor a dropped setmaxnreg; with NVRTC 12, none that is taken."""
     dtype = np.dtype(dtype)
+    gpu = plan.Gpu("sm_90a", 132, SHARED_BYTES["sm_90a"], compiler.nvrtc_series())
+    if gpu.nvrtc < 13:
+        assert {tile.engine for tile in attention_tiles(dtype, gpu)} == {"portable"}
+        return
     tile = hopper_attention_tile(columns, SHARED_BYTES["sm_90a"])
     macros = {"MK_TYPE": plan.cpp_type(dtype), **tile.defines(dtype)}
     built = compile_kernel("ring_attention", "sm_90a", macros)
