@@ -364,7 +364,6 @@ def test_demo_notices_a_result_that_is_wrong_on_one_rank():
 @pytest.mark.mpi
 def test_demo_notices_bytes_that_were_not_planned():
     patch = """import ctypes
-import dataclasses
     step = demo.AllGatherGemm.__call__
     def greedy(self, a, b, *, out):
         step(self, a, b, out=out)
