@@ -1,7 +1,7 @@
 // allgather_gemm: C = A @ B, where every rank holds some rows of A, and a B of its own.
 //   movers   tell the peers where this rank's rows are, and bring the peers' rows here chunk by chunk: each byte crosses
 //            the link once, from the next rank first
-//            (a warp of each compute agent, where the plan has no agents for it)
+//            (all their warps, or one of each compute agent, where the plan has no agents for it)
 //   compute  multiplies a tile as soon as the rows and the part of k that it needs have arrived, own rows first
 // Where there is more than one node:
 //   inter-send     sends this rank's rows over the network once to each other node, to its gateway there
@@ -23,7 +23,7 @@ using OutType = MK_OUT_TYPE;
 
 MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     const AllGatherGemmPlan& plan = *p.plan;
-    Launch launch(p.world, plan.split);
+    Launch launch(p.world, plan.split, Agent::warps);
     const u64 rank = launch.rank(), size = launch.size();
     const i64 together = RingTiles::group * plan.tile.rows;
 
@@ -48,7 +48,7 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
         return self.live();
     };
 
-    if (launch.is(Role::mover) && !bring_rows(launch, launch.agent().scratch())) launch.drop();
+    if (launch.is(Role::mover) && !launch.by_warps(bring_rows)) launch.drop();
     if (several_nodes && launch.is(Role::inter_send))
         Internode<Type>(launch, plan.landing, together).send(p.message);
     if (several_nodes && launch.is(Role::inter_receive))

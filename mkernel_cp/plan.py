@@ -23,7 +23,9 @@ _NAMES = ", ".join(dtype.name for dtype in DTYPES)
 _LINE_ALIGNMENT = 128
 # Copying by registers, so many thread blocks fill a link.
 _MOVERS = 20
-_CHUNK_BYTES = 1 << 16
+_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 16, 1 << 14
+_CHUNKS = 1024  # or more, if they are large
+_CHUNK_LINE, _CHUNK_LINES = 2048, 32  # bytes of a line of a chunk, and at most so many lines
 # Of the first word of a rank to another node.
 LETTER_BYTES = 64
 
@@ -931,20 +933,39 @@ def arena_offsets(
 
 
 def chunk_shape(
-    row_counts: tuple[int, ...], k: int, dtype: np.dtype, chunk_bytes: int | None
+    row_counts: tuple[int, ...],
+    k: int,
+    dtype: np.dtype,
+    by_columns: bool,
+    chunk_bytes: int | None,
 ) -> tuple[int, int]:
     """Return (rows, k) of a chunk; the same on all ranks, so only from what they agree on.
 
-    Chunks start at multiples of 16 bytes of a line, whichever way lines run.
+    Chunks start at multiples of 16 bytes of a line, whichever way lines run: along k, or by columns
+    along the rows. Every line of a chunk is a copy of its own, so lines are long.
     """
     unit = 16 // dtype.itemsize
-    elements = (chunk_bytes or _CHUNK_BYTES) // dtype.itemsize
+    nbytes = chunk_bytes or default_chunk_bytes(sum(row_counts) * k * dtype.itemsize)
+    elements = nbytes // dtype.itemsize
 
     def whole(extent: int, most: int) -> int:
         return max(1, min(extent, max(unit, most // unit * unit)))
 
-    rows = whole(max(row_counts), min(32, elements // unit))
+    if by_columns:
+        depth = whole(k, min(_CHUNK_LINES, nbytes // _CHUNK_LINE))
+        return whole(max(row_counts), elements // depth), depth
+    rows = whole(max(row_counts), min(_CHUNK_LINES, nbytes // _CHUNK_LINE))
     return rows, whole(k, elements // rows)
+
+
+def default_chunk_bytes(nbytes: int) -> int:
+    """Return the bytes of a chunk of so many that are moved; a power of two.
+
+    Each costs a signal, a few microseconds of who brings it; but what comes in a few pieces comes
+    late. So all who bring some have several.
+    """
+    least = 1 << max(0, nbytes // _CHUNKS - 1).bit_length()
+    return min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, least))
 
 
 def plan_allgather_gemm(
@@ -966,7 +987,8 @@ def plan_allgather_gemm(
     than cores only make ranks wait for each other. On a GPU every multiprocessor gets an agent, as
     far as there is work for it.
     """
-    chunk = chunk_shape(row_counts, k, dtype, options.chunk_bytes)
+    chunk_bytes = options.chunk_bytes or default_chunk_bytes(sum(row_counts) * k * dtype.itemsize)
+    chunk = chunk_shape(row_counts, k, dtype, by_columns, chunk_bytes)
     chosen = choose_tile(row_counts, n, k, dtype, out_dtype, options, gpu, gathers=True)
     tiles = sum(tile_counts(row_counts, n, chosen.tile))
     chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
@@ -984,7 +1006,7 @@ def plan_allgather_gemm(
         engine=chosen.engine,
         tile=chosen.tile,
         cluster=chosen.cluster,
-        chunk_bytes=options.chunk_bytes or _CHUNK_BYTES,
+        chunk_bytes=chunk_bytes,
         chunk=chunk,
         phase_k=_phase_k(k, chunk[1], tiles * chosen.cluster <= split[1]),
         whole_tiles=tiles - _halved(tiles, chosen, split[1]),

@@ -22,7 +22,14 @@ logger = logging.getLogger("mkernel_cp")
 
 _LAUNCHES = 0  # the thread of the file that shows whole launches
 # Parts of a compute agent of engine/hopper.cuh, as Agent::part() counts them.
-_HOPPER_PARTS = ("producer", "storer 0", "storer 1", "courier", "consumer 0", "consumer 1")
+_HOPPER_PARTS = {
+    0: "producer",
+    1: "storer 0",
+    2: "storer 1",
+    3: "courier",
+    4: "consumer 0",
+    8: "consumer 1",
+}
 _AWAITED = {
     Awaited.CALL: "call of rank {peer}",
     Awaited.ARRIVAL: "chunk {index} of rank {peer}",
@@ -403,7 +410,7 @@ class _Process:
                 launches[generation] = min(first, begin), max(last, end)
                 role = Role(span["role"])
                 hopper = self._call(generation)[1] and role is Role.COMPUTE
-                name = _HOPPER_PARTS[part] if hopper else f"part {part}" if part else ""
+                name = _HOPPER_PARTS[part] if hopper else f"warp {part}" if part else ""
                 event = self._event(span, begin, end)
                 threads.setdefault((agent, int(role), name), []).append(event)
         lanes = {generation: self._call(generation)[0] for generation in launches}

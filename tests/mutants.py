@@ -85,13 +85,13 @@ WAIT_FOR_PARTIALS = (
 MUTANTS = {
     "gate wait": Mutant(
         H + "landing.cuh",
-        "if (all) acquire_seen();",
-        "all = true;\n        if (all) acquire_seen();",
+        "const bool here = launch_.all_seen(who, all.count(), 1, all);",
+        "const bool here = true;",
     ),
     "gate wait, sanitized": Mutant(
         H + "landing.cuh",
-        "if (all) acquire_seen();",
-        "all = true;\n        if (all) acquire_seen();",
+        "const bool here = launch_.all_seen(who, all.count(), 1, all);",
+        "const bool here = true;",
         SANITIZED,
     ),
     "call-message wait": Mutant(

@@ -491,12 +491,16 @@ def test_a_rank_that_does_not_call_is_named_on_all():
 
 @pytest.mark.gpu(world=2)
 def test_attention_that_waits_in_vain_leaves_nan():
-    def program(comm):
+    def attend(comm):
         x = worlds.put(comm, np.ones((1, 200, 2, 64), np.float16))
         out = worlds.put(comm, np.zeros((1, 200, 2, 64), np.float16))
         mk.ring_attention(x, x, x, comm=comm, out=out)
         comm.synchronize()
         assert (out == 1).all()
+        return x, out
+
+    def program(comm):
+        x, out = attend(comm)
         if comm.rank == 1:
             time.sleep(4)
         try:
@@ -507,6 +511,7 @@ def test_attention_that_waits_in_vain_leaves_nan():
             assert comm.rank == 1 or np.isnan(worlds.get(comm, out)).all()
             raise
 
+    worlds.run(2, attend)  # compiles
     for error in outcomes(program):
         assert isinstance(error, mk.TimeoutError), error
 

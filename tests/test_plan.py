@@ -1,6 +1,7 @@
 """Plans are right for many shapes, without a device or a compiler."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -148,11 +149,11 @@ def test_compute_agents_share_the_cores_with_the_other_ranks(monkeypatch):
 
 
 def test_chunks_have_about_the_bytes_that_were_asked_for():
-    for dtype in ALLOWED:
+    for dtype, by_columns in itertools.product(ALLOWED, (False, True)):
         unit = 16 // dtype.itemsize
         for chunk_bytes in (1, 100, 4096, 1 << 18, 1 << 30):
-            rows, k = plans.chunk_shape((500, 700), 3000, dtype, chunk_bytes)
-            most = min(chunk_bytes, 32 * 3000 * dtype.itemsize)
+            rows, k = plans.chunk_shape((500, 700), 3000, dtype, by_columns, chunk_bytes)
+            most = min(chunk_bytes, 32 * (700 if by_columns else 3000) * dtype.itemsize)
             assert rows * k * dtype.itemsize <= max(most, unit * unit * dtype.itemsize)
             # Whole pieces of 16 bytes are all that rounding may lose.
             assert (rows + unit) * (k + unit) * dtype.itemsize > most / 2

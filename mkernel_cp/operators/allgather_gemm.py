@@ -147,15 +147,14 @@ class AllGatherGemm(GemmOperator):
             self._load(preference is True)  # most probably what the others prefer too
             return preference
 
-        chunk = plans.chunk_shape(spec.row_counts, spec.k, spec.dtype, spec.options.chunk_bytes)
-
         def need() -> tuple[int, int]:
-            signals = sum(-(-rows // chunk[0]) for rows in spec.row_counts) * -(-spec.k // chunk[1])
-            sizes = (
-                plans.arena_offsets(spec.row_counts, spec.k, spec.dtype, order)[-1]
-                for order in (False, True)
-            )
-            return signals * (2 if self._comm.num_nodes > 1 else 1), max(sizes)
+            counts, sizes = [], []
+            for by_columns in (False, True):
+                matrix = spec.row_counts, spec.k, spec.dtype, by_columns
+                rows, k = plans.chunk_shape(*matrix, spec.options.chunk_bytes)
+                counts.append(sum(-(-count // rows) for count in spec.row_counts) * -(-spec.k // k))
+                sizes.append(plans.arena_offsets(*matrix)[-1])
+            return max(counts) * (2 if self._comm.num_nodes > 1 else 1), max(sizes)
 
         preferences = set(self._comm.agreement(self._what, need, compile_and_prefer)) - {None}
         return preferences == {True}

@@ -288,6 +288,7 @@ class CudaTarget:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array of this process."""
+        self._check_current_device()
         return self._cupy.empty(shape, dtype)
 
     def copy(self, to: Any, source: Any) -> None:
@@ -481,12 +482,15 @@ class CudaTarget:
                 grave.target.free(grave.address)
 
     def _current_stream(self) -> Any:
+        self._check_current_device()
+        return self._cupy.cuda.get_current_stream()
+
+    def _check_current_device(self) -> None:
         if self._runtime.getDevice() != self._index:
             raise ValueError(
                 f"the current device is cuda:{self._runtime.getDevice()}, the communicator's "
                 f"cuda:{self._index}: call cupy.cuda.Device({self._index}).use()"
             )
-        return self._cupy.cuda.get_current_stream()
 
 
 class Segment:
@@ -636,7 +640,7 @@ class Kernel:
         _, self.params_bytes = _check(driver, driver.cuFuncGetParamInfo(self._function, 0))
         # The kernel's launch bounds are the threads that it is written for.
         self._threads = self._attribute("MAX_THREADS_PER_BLOCK")
-        self.parts = 3 + -(-self._threads // 128)
+        self.parts = self._threads // 32
         self._cluster = max(1, self._attribute("REQUIRED_CLUSTER_WIDTH"))
 
     def _attribute(self, name: str) -> int:

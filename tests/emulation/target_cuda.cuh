@@ -334,12 +334,13 @@ inline void pause(u32 spins) { emulation::block().pause(spins); }
 class Agent {
 public:
     static Agent current() { return Agent(emulation::block().thread(), emulation::block().size()); }
+    static constexpr u32 warps = MK_THREADS / 32;
     static Agent warp() { return Agent(emulation::block().thread() % 32, 32); }
     Agent alone() const { return Agent(0, 1); }
 
     u32 index() const { return host::here().team->index; }
     u32 count() const { return host::here().team->count; }
-    u32 part() const { return 0; }
+    u32 part() const { return emulation::block().thread() / 32; }
     u32 lane() const { return lane_; }
     u32 lanes() const { return lanes_; }
     Scratch scratch() const { return {emulation::block().shared(), emulation::block().shared_bytes()}; }

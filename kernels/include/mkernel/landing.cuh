@@ -79,36 +79,40 @@ public:
     // Of k: what is pulled of all ranks before more is. One at least, in which there may be nothing to pull.
     MK_DEVICE Blocks phases() const { return Blocks(plan_.k > 0 ? plan_.k : 1, plan_.phase_k); }
 
-    // Waits until the chunks that hold these rows and this part of k are here. Most panels lie in the chunks that were
-    // waited for last.
+    // Waits until the chunks that hold these rows and this part of k are here. Most panels lie in chunks of which that is
+    // known already: in those that were waited for last, or in all of k, if all was there when the tile began.
     MK_DEVICE bool wait(const Agent& who, u64 source, Range rows, Range k) {
         if (source == known_.source && rows.begin == known_.first_row && rows.end <= known_.last_row &&
             k.begin >= known_.first_k && k.end <= known_.last_k)
             return true;
-        bool all = who.lanes() == 1;  // mostly they are here, and loads that do not wait for each other find that out
-        each_chunk(source, rows, k, [&](i64 index) {
-            all = launch_.sees(&plan_.arrived[index], 1) && all;
-            return true;
-        });
-        if (all) acquire_seen();
-        else if (!each_chunk(source, rows, k, [&](i64 index) {
-                     return launch_.wait(who, &plan_.arrived[index], 1, {Awaited::arrival, everyone, u64(index)});
-                 }))
+        const bool begins = k.begin == 0 && who.lanes() > 1;
+        const Signals all = signals_of(source, rows, {k.begin, begins ? plan_.k : k.end}), some = signals_of(source, rows, k);
+        const bool here = launch_.all_seen(who, all.count(), 1, all);
+        if (!here && !launch_.wait_all(who, some.count(), 1, some, [&](u64 i) {
+                return Subject{Awaited::arrival, everyone, u64(some(i) - plan_.arrived)};
+            }))
             return false;
-        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(k.begin),
-                  u32(ceil_div(k.end, plan_.chunk_k) * plan_.chunk_k)};
+        const Range known = here && begins ? Range{0, plan_.k} : k;
+        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(known.begin),
+                  u32(ceil_div(known.end, plan_.chunk_k) * plan_.chunk_k)};
         return launch_.live();
     }
 
 private:
-    // visit(index) for the signals of the chunks that hold these rows and this part of k, until one returns false.
-    template <class Visit>
-    MK_DEVICE bool each_chunk(u64 source, Range rows, Range k, Visit visit) const {
-        const i64 panels = ceil_div(plan_.k, plan_.chunk_k);
-        for (i64 j = k.begin / plan_.chunk_k; j * plan_.chunk_k < k.end; ++j)
-            for (i64 i = rows.begin / plan_.chunk_rows; i * plan_.chunk_rows < rows.end; ++i)
-                if (!visit(plan_.first_chunk[source] + i * panels + j)) return false;
-        return true;
+    // Of a block of chunks.
+    struct Signals {
+        u64* first;
+        u32 rows, depth, panels;  // in chunks; and how many panels there are in all
+        MK_DEVICE u64 count() const { return u64(rows) * depth; }
+        MK_DEVICE u64* operator()(u64 i) const { return first + u32(i) % rows * panels + u32(i) / rows; }
+    };
+
+    // Of the chunks that hold these rows and this part of k.
+    MK_DEVICE Signals signals_of(u64 source, Range rows, Range k) const {
+        const u32 panels = u32(ceil_div(plan_.k, plan_.chunk_k)), panel = u32(k.begin / plan_.chunk_k);
+        const u32 row = u32(rows.begin / plan_.chunk_rows);
+        return {plan_.arrived + plan_.first_chunk[source] + row * panels + panel,
+                u32(ceil_div(rows.end, plan_.chunk_rows)) - row, u32(ceil_div(k.end, plan_.chunk_k)) - panel, panels};
     }
 
     Launch& launch_;

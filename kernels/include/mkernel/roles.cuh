@@ -11,7 +11,11 @@ enum class Role : u64 { mover = 0, compute = 1, inter_send = 2, inter_receive = 
 
 class Launch : public Peers {
 public:
-    MK_DEVICE Launch(World* world, Split split) : Peers(world, u64(role_of(split))), split_(split) { delay(); }
+    // `mover_warps`: how many each mover consists of, where they act by themselves: see by_warps().
+    MK_DEVICE Launch(World* world, Split split, u64 mover_warps = 1)
+        : Peers(world, u64(role_of(split))), split_(split), mover_warps_(mover_warps) {
+        delay();
+    }
 
     MK_DEVICE bool is(Role role) const { return role_of(split_) == role; }
 
@@ -22,17 +26,30 @@ public:
         return launch;
     }
 
-    // This agent among those of its role.
-    MK_DEVICE u64 member() const {
-        return agent().index() - (is(Role::mover) ? 0 : split_.movers) - (adds_up() ? split_.compute : 0);
-    }
-    MK_DEVICE u64 members() const {
-        return adds_up() ? split_.inter_reduce : is(Role::mover) ? split_.movers : split_.compute;
+    // Has work(launch, scratch) done by the warps of this mover, each a member by itself with its part of the scratch
+    // memory: a warp that orders what it has brought before its signal, or starts many short copies, holds up no other.
+    // Returns whether all of them succeed.
+    template <class Work>
+    MK_DEVICE bool by_warps(Work work) const {
+        Launch self = as(Agent::warp());
+        self.warp_ = agent().part();
+        const Scratch all = agent().scratch();
+        const u64 room = all.bytes / mover_warps_ / scratch_alignment * scratch_alignment;
+        return !agent().any(!work(self, Scratch{all.data + self.warp_ * room, room}));
     }
 
-    // Agents that read what peers say of their calls: movers, or compute agents where there are none, and inter-send.
+    // This agent, or warp of a mover, among those of its role.
+    MK_DEVICE u64 member() const {
+        if (is(Role::mover)) return agent().index() * mover_warps_ + warp_;
+        return agent().index() - split_.movers - (adds_up() ? split_.compute : 0);
+    }
+    MK_DEVICE u64 members() const {
+        return adds_up() ? split_.inter_reduce : is(Role::mover) ? split_.movers * mover_warps_ : split_.compute;
+    }
+
+    // Those who read what peers say of their calls: movers, or compute agents where there are none, and inter-send.
     MK_DEVICE u64 readers() const {
-        return (split_.movers > 0 ? split_.movers : split_.compute) + (several_nodes ? 1 : 0);
+        return (split_.movers > 0 ? split_.movers * mover_warps_ : split_.compute) + (several_nodes ? 1 : 0);
     }
 
 private:
@@ -54,7 +71,10 @@ private:
         for (u32 spins = 0; now_ns() < until; ++spins) pause(spins);
     }
 
+    static constexpr u64 scratch_alignment = 128;
+
     Split split_;
+    u64 mover_warps_, warp_ = 0;
 };
 
 }  // namespace mk

@@ -120,11 +120,29 @@ public:
 
     // Waits for signal_of(i) of so many, at which the lanes look side by side; all get one verdict.
     template <class Signal, class About>
-    MK_DEVICE bool wait_all(u64 count, u64 progress, Signal signal_of, About subject_of) {
-        for (u64 i = agent_.lane(); i < count; i += agent_.lanes())
+    MK_DEVICE bool wait_all(const Agent& who, u64 count, u64 progress, Signal signal_of, About subject_of) {
+        const Subject about = subject_of(0);
+        Span span(*this, who.lane() == 0, Traced::wait, about.peer, u64(about.awaited), about.index);
+        for (u64 i = who.lane(); i < count; i += who.lanes())
             if (!wait_alone(signal_of(i), progress, subject_of(i))) break;
-        live_ = !agent_.any(!live_);
+        live_ = !who.any(!live_);
+        span.succeeded(live_);
         return live_;
+    }
+    template <class Signal, class About>
+    MK_DEVICE bool wait_all(u64 count, u64 progress, Signal signal_of, About subject_of) {
+        return wait_all(agent_, count, progress, signal_of, subject_of);
+    }
+
+    // Whether all of so many signals of this GPU are seen to have reached `progress`; the lanes look side by side, and
+    // loads that do not wait for each other find it out.
+    template <class Signal>
+    MK_DEVICE bool all_seen(const Agent& who, u64 count, u64 progress, Signal signal_of) const {
+        bool all = true;
+        for (u64 i = who.lane(); i < count; i += who.lanes())
+            all = sees(signal_of(i), progress) && all;
+        acquire_seen();
+        return !who.any(!all);
     }
 
     // As wait(), with a condition of the caller's on the signal's value, and one that is looked at now and then.

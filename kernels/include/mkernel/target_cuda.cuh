@@ -36,13 +36,13 @@ extern __shared__ __align__(1024) u8 dynamic_shared[];
 class Agent {
 public:
     static MK_DEVICE Agent current() { return Agent(threadIdx.x, blockDim.x); }
+    static constexpr u32 warps = MK_THREADS / 32;
     static MK_DEVICE Agent warp() { return Agent(threadIdx.x % 32, 32); }
     MK_DEVICE Agent alone() const { return Agent(0, 1); }
 
     MK_DEVICE u32 index() const { return blockIdx.x; }
     MK_DEVICE u32 count() const { return gridDim.x; }
-    // Of a block, that acts by itself: a warp of the first warpgroup, or another warpgroup.
-    MK_DEVICE u32 part() const { return threadIdx.x < 128 ? threadIdx.x / 32 : 3 + threadIdx.x / 128; }
+    MK_DEVICE u32 part() const { return threadIdx.x / 32; }  // the warp
     MK_DEVICE u32 lane() const { return lane_; }
     MK_DEVICE u32 lanes() const { return lanes_; }
     MK_DEVICE Scratch scratch() const {

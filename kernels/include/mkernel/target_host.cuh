@@ -31,6 +31,8 @@ namespace mk {
 class Agent {
 public:
     static Agent current() { return Agent(host::here(), host::here().team->lanes); }
+    static constexpr u32 warps = 1;
+    static Agent warp() { return current(); }
     Agent alone() const { return Agent(*self_, 1); }
 
     u32 index() const { return self_->team->index; }

@@ -1,5 +1,5 @@
 // The engine of sm_90a, for bfloat16 and float16. A block is three warpgroups that meet in shared memory:
-//   producer   thread 0: asks the gate, and has tensor copies fill one stage after another with a panel of A and of B
+//   producer   warp 0: asks the gate, and has tensor copies fill one stage after another with a panel of A and of B
 //   consumers  two warpgroups: multiply the panels, half of the tile's rows each, and put the tile into strips
 //   storers    warps 1 and 2, one for each consumer: store its strips while the next tile is multiplied
 //   warp 3     does what the operator wants done meanwhile
@@ -182,7 +182,8 @@ public:
     template <class Source, class Gate>
     static MK_DEVICE void produce(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
                                   const Matrix& b, const Gate& gate) {
-        const Agent alone = launch.agent().alone();
+        const Agent warp = launch.agent().warp();
+        const bool leads = warp.lane() == 0;
         const u32 rank = cluster > 1 ? ptx::cluster_rank() : 0;
         const TensorMap* a_map = nullptr;
         bool arrived = launch.live();
@@ -192,10 +193,12 @@ public:
             const Rows from = source(tile);
             const TensorMap* map = &from.matrix.map;
             const u32 wanted = width(tile);
-            if (!a_map) ptx::acquire_map(&b.map);
-            if (map != a_map) ptx::acquire_map(a_map = map);
+            if (leads && !a_map) ptx::acquire_map(&b.map);
+            if (map != a_map && leads) ptx::acquire_map(map);
+            a_map = map;
             for (Range piece : Blocks(depth, gate_k)) {
-                arrived = arrived && (tile.rows.size() <= 0 || gate(alone, tile, piece));
+                arrived = arrived && (tile.rows.size() <= 0 || gate(warp, tile, piece));
+                if (!leads) continue;
                 if (arrived) ptx::fence_global_to_async();
                 else fail(shared);  // all goes on, as the neighbour needs its B
 #pragma unroll 1
@@ -385,7 +388,7 @@ public:
 //   sink       map(piece, 64), by which a piece of a tile is stored at row first_row(piece): boxes of 128 bytes by 64 rows,
 //              swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows; pieces 64 rows of 128 bytes,
 //              which a warp delivers
-// May be called again and again. The gate is asked for this block's rows only, by thread 0.
+// May be called again and again. The gate is asked for this block's rows only, by warp 0.
 template <class T, class Schedule, class Source, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
                     const Matrix& b, Gate gate, Sink sink, Meanwhile meanwhile) {
@@ -399,7 +402,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
     Engine::sync();
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers>();
-        if (threadIdx.x == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
+        if (warp == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
         if (warp > 0 && warp <= consumers) Engine::store(shared, launch.as(launch.agent().warp()), warp - 1);
         const Scratch rest{scratch.data + sizeof(shared), scratch.bytes - sizeof(shared)};
         if (warp == 1 + consumers && !meanwhile(launch.as(launch.agent().warp()), rest)) Engine::fail(shared);
