@@ -40,7 +40,7 @@ def cases(world):
     for dtype in DTYPES:
         add("dtype", uneven, 64, 40, 4, 2, dtype=dtype)
     for dtype in DTYPES[:2]:
-        add("out dtype", uneven, 20, 12, 3, 2, dtype=dtype, out_dtype="float32")
+        add("out dtype", uneven, 24, 16, 3, 2, dtype=dtype, out_dtype="float32")
     add("fewer experts than ranks", uneven, 10, 7, max(1, world - 1), 2)
     add("one expert", uneven, 10, 7, 1, 1)
     add("many experts", uneven, 6, 5, 37, 8)
@@ -53,6 +53,7 @@ def cases(world):
     add("H = 0", uneven, 0, 3, 3, 2, routing="zipf")
     add("I = 0", uneven, 4, 0, 3, 2, routing="zipf")
     add("wide", (40,) * world, 200, 150, world, 2)
+    add("many tiles", (150,) * world, 264, 392, world, 2, dtype="bfloat16", routing="zipf")
     return made
 
 

@@ -43,7 +43,7 @@ def cases(world):
     for kind in routing.ROUTINGS if world == 3 else ("zipf",):
         add("routing", (17,) * world, 33, 19, 21, 2 * world + 1, 3, routing=kind)
     for dtype in DTYPES:
-        add("dtype", uneven, 70, 40, 66, 4, 2, dtype=dtype)
+        add("dtype", uneven, 72, 40, 64, 4, 2, dtype=dtype)
     if world == 3:
         for activation in ACTIVATIONS:
             add("activation", uneven, 40, 30, 20, 4, 2, dtype="float32", activation=activation)
@@ -58,6 +58,7 @@ def cases(world):
     add("I = 0", uneven, 4, 0, 4, 3, 2, routing="zipf")
     add("N = 0", uneven, 4, 3, 0, 3, 2, routing="zipf")
     add("wide", (40,) * world, 100, 150, 130, world, 2)
+    add("many tiles", (90,) * world, 136, 264, 328, world, 2, dtype="bfloat16", routing="zipf")
     return made
 
 
