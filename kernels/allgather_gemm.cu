@@ -67,7 +67,7 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
             [&](const Agent& who, Tile t, Range k) {
                 return t.source == rank || landing.wait(who, t.source, t.rows, k);
             },
-            /* sink   */ Store<OutType>(p.c, plan.landing.row_start, size),
+            /* sink   */ Store<OutType>(p.c, plan.landing.row_start[size], plan.landing.row_start),
             /* meanwhile */
             [&](Launch self, Scratch scratch) { return plan.split.movers > 0 || bring_rows(self, scratch); });
     }

@@ -37,7 +37,7 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     Launch launch(p.world, reduction.split);
     const u64 size = launch.size();
 
-    auto store = [&] { return Store<OutType>(p.c, reduction.row_start, size); };
+    auto store = [&] { return Store<OutType>(p.c, reduction.row_start[size], reduction.row_start); };
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
     auto collect = [&](Launch& self) {
         const TileShape part{reduction.part_rows, reduction.part_columns, 0};

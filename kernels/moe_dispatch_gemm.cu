@@ -65,7 +65,7 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
             launch, in_order, plan.tile, plan.h,
             /* source */ [&](Tile t) { return landing.rows(t); }, MatrixStack{p.w, p.w_stride},
             /* gate   */ [&](const Agent& who, Tile t, Range) { return landing.wait(who, t); },
-            /* sink   */ Store<OutType>(p.rows, offsets, experts),
+            /* sink   */ Store<OutType>(p.rows, plan.whole[1], offsets),
             /* meanwhile */ [](Launch self, Scratch) { return self.live(); });
     }
 

@@ -25,6 +25,9 @@ namespace mk {
 using Type = MK_TYPE;
 using PartialType = MK_TRANSFER_TYPE;
 constexpr Activation activation = Activation::MK_ACTIVATION;
+// Whether a column of the first product meets its gate in the engine, or in the sink.
+constexpr bool gated = activation == Activation::swiglu, paired = gated && engine::pairs_columns;
+constexpr bool in_turn = gated && !paired;
 
 MK_KERNEL(moe_layer, MoeLayerParams, p) {
     const MoeLayerPlan& plan = *p.plan;
@@ -62,19 +65,21 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
     if (launch.is(Role::compute) && known && !refused) {
         TokenLanding landing(launch, plan.routing, plan.landing, plan.expert_offsets);
         FinishedParts hidden(launch, plan);
-        auto tiles = [&](i64 columns, bool pairs) {
-            return ExpertTiles(plan.expert_offsets, plan.experts, columns, plan.tile, launch.member(),
-                               launch.members(), pairs);
+        auto tiles = [&](i64 columns, i64 tile_columns, bool pairs = false) {
+            return ExpertTiles(plan.expert_offsets, plan.experts, columns, {plan.tile.rows, tile_columns, plan.tile.k},
+                               launch.member(), launch.members(), pairs);
         };
-        auto store = [&](const Matrix& to) { return Store<Type>(to, plan.expert_offsets, plan.experts); };
+        auto store = [&](const Matrix& to) { return Store<Type>(to, plan.capacity, plan.expert_offsets); };
         auto nothing = [](Launch self, Scratch) { return self.live(); };
+        const MatrixStack w1{p.w1, p.w1_stride};
+        const Activate<Type, activation> activate(store(*plan.hidden), plan);
         engine::gemm<Type>(
-            launch, tiles(plan.inner, activation == Activation::swiglu), plan.tile, plan.h,
-            /* source */ [&](Tile t) { return landing.rows(t); }, MatrixStack{p.w1, p.w1_stride},
+            launch, tiles(plan.inner, paired ? plan.tile.columns / 2 : plan.tile.columns, in_turn), plan.tile, plan.h,
+            /* source */ [&](Tile t) { return landing.rows(t); }, either<paired>(PairedStack{w1, plan.inner}, w1),
             /* gate   */ [&](const Agent& who, Tile t, Range) { return landing.wait(who, t); },
-            /* sink   */ Activate<Type, activation>(store(*plan.hidden), plan, launch.member()), nothing);
+            /* sink   */ either<in_turn>(ActivateInTurn<Type, activation>(activate, launch.member()), activate), nothing);
         engine::gemm<Type>(
-            launch, tiles(plan.n, false), plan.tile, plan.inner,
+            launch, tiles(plan.n, plan.tile.columns), plan.tile, plan.inner,
             /* source */
             [&](Tile t) -> Rows { return {*plan.hidden, plan.expert_offsets[t.source] + t.rows.begin}; },
             MatrixStack{p.w2, p.w2_stride},

@@ -4,6 +4,7 @@ Pure Python, as all plans.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,12 +13,15 @@ import numpy as np
 from .memory import round_up
 from .plan import (
     Gpu,
+    HopperTile,
     HostTile,
     Options,
     PlanFile,
     PortableTile,
     choose_split,
     default_tile,
+    hopper_group_tile,
+    hopper_group_tiles,
     line_pitch,
     portable_tile,
 )
@@ -26,6 +30,7 @@ from .reference import accumulator_dtype, array_split_counts
 MOST_AGENTS = 1024
 _ALIGNMENT = 256
 _CHUNK_BYTES = 1 << 16
+_ALIGNED_ELEMENTS = 8  # of 16 bits, as tensor copies want lines
 _MOVERS = 20  # on a GPU, see plan.py
 _WORD = 8
 _SHARE_BYTES, _SUMMARY_BYTES, _ROUTE_BYTES, _DELIVERY_BYTES = 16, 24, 24, 48  # structs of types.cuh
@@ -520,6 +525,16 @@ class Layer:
             chunk_bytes=self.chunk_bytes,
         )
 
+    @property
+    def products(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(columns, k) of both products."""
+        return (self.inner * (1 + self.gated), self.h), (self.n, self.inner)
+
+    @property
+    def gated(self) -> bool:
+        """Whether each column of the first product has a partner, which is its gate."""
+        return self.activation == "swiglu"
+
     def arena_sizes(self) -> dict[str, int]:
         """Return the bytes of everything in the arena of every rank."""
         return {**self.dispatch.arena_sizes(), **self.combine.arena_sizes()}
@@ -554,7 +569,7 @@ class MoeLayerPlan(PlanFile):
     tile : tuple of int
         (rows, columns, k) of what is computed at a time.
     part : tuple of int
-        (rows, columns) of a finished tile that are stored together.
+        (rows, columns) of what is between the products that are stored together.
     chunk_bytes : int
         How much was to be moved at a time.
     split : tuple of int
@@ -653,8 +668,7 @@ class MoeLayerPlan(PlanFile):
 
 def layer_tile(rank: int, layer: Layer, options: Options, gpu: Gpu | None) -> Any:
     """Choose the tile of a rank's products."""
-    widest, deepest = max(layer.inner, layer.n), max(layer.h, layer.inner)
-    return _tile(layer.dispatch, rank, widest, deepest, options, gpu)
+    return _tile(layer.dispatch, rank, layer.products, options, gpu, pairs=layer.gated)
 
 
 def plan_moe_layer(
@@ -665,6 +679,7 @@ def plan_moe_layer(
     On the host target, two compute agents at most: see `plan_allgather_gemm`.
     """
     tiles = _most_tiles(layer.dispatch, rank, max(layer.inner, layer.n), chosen)
+    rows, columns = chosen.part
     return MoeLayerPlan(
         rank=rank,
         ranks=layer.ranks,
@@ -682,7 +697,7 @@ def plan_moe_layer(
         target=_target(chosen),
         engine=chosen.engine,
         tile=chosen.tile,
-        part=chosen.part,
+        part=(rows, columns // 2 if pairs_columns(layer, chosen) else columns),
         chunk_bytes=layer.chunk_bytes or _CHUNK_BYTES,
         split=expert_split(chosen, layer.ranks, tiles, options, capacity),
         shared_bytes=shared_bytes(layer.dispatch, chosen, accumulator_dtype(layer.dtype)),
@@ -691,7 +706,7 @@ def plan_moe_layer(
 
 def dispatch_tile(rank: int, dispatch: Dispatch, options: Options, gpu: Gpu | None) -> Any:
     """Choose the tile of a rank's products."""
-    return _tile(dispatch, rank, dispatch.n, dispatch.h, options, gpu)
+    return _tile(dispatch, rank, [(dispatch.n, dispatch.h)], options, gpu)
 
 
 def plan_moe_dispatch_gemm(
@@ -722,24 +737,51 @@ def plan_moe_dispatch_gemm(
     )
 
 
-def _target(chosen: HostTile | PortableTile) -> str:
+def expert_tiles(dtype: np.dtype, gpu: Gpu, *, pairs: bool = False) -> list[Any]:
+    """Return the tiles that plans choose from, where the caller does not."""
+    fast = hopper_group_tiles(gpu, 1, pairs=pairs) if _has_fast_engine(dtype, gpu) else []
+    return [portable_tile(dtype, Options(), gpu.shared_bytes), *fast]
+
+
+def pairs_columns(layer: Layer, chosen: Any) -> bool:
+    """Return whether a column of the first product and its gate are in one tile."""
+    return layer.gated and chosen.engine == "hopper"
+
+
+def _target(chosen: HostTile | PortableTile | HopperTile) -> str:
     return "host" if chosen.engine == "host" else "cuda"
 
 
+def _has_fast_engine(dtype: np.dtype, gpu: Gpu) -> bool:
+    return gpu.arch == "sm_90a" and dtype.itemsize == 2
+
+
 def _tile(
-    dispatch: Dispatch, rank: int, columns: int, depth: int, options: Options, gpu: Gpu | None
-) -> HostTile | PortableTile:
+    dispatch: Dispatch,
+    rank: int,
+    products: Sequence[tuple[int, int]],
+    options: Options,
+    gpu: Gpu | None,
+    *,
+    pairs: bool = False,
+) -> HostTile | PortableTile | HopperTile:
     if gpu is None:
-        limits = zip(
-            options.tile or (32, 64, 64), (dispatch.capacities[rank], columns, depth), strict=True
-        )
+        most = dispatch.capacities[rank], *map(max, zip(*products, strict=True))
+        limits = zip(options.tile or (32, 64, 64), most, strict=True)
         return HostTile(tuple(min(extent, max(1, limit)) for extent, limit in limits))
     if dispatch.sort_bytes > gpu.shared_bytes:
         raise ValueError(
             f"{dispatch.experts} experts: to sort by them takes {dispatch.sort_bytes} bytes of "
             f"shared memory, the GPU has {gpu.shared_bytes} per block: use fewer"
         )
-    return portable_tile(dispatch.dtype, options, gpu.shared_bytes)
+    tile = None
+    aligned = all(extent % _ALIGNED_ELEMENTS == 0 for product in products for extent in product)
+    if _has_fast_engine(dispatch.dtype, gpu) and aligned:
+        rows = dispatch.ranks * dispatch.max_tokens * dispatch.slots / max(1, dispatch.experts)
+        incoming = (dispatch.ranks - 1) * dispatch.max_tokens * dispatch.pitch
+        groups = dispatch.experts_of[rank]
+        tile = hopper_group_tile(rows, groups, products, incoming, options, gpu, pairs=pairs)
+    return tile or portable_tile(dispatch.dtype, options, gpu.shared_bytes)
 
 
 def _most_tiles(dispatch: Dispatch, rank: int, columns: int, chosen: Any) -> int:
@@ -757,6 +799,8 @@ def expert_split(
 ) -> tuple[int, int]:
     """Return how many agents move and how many compute; on a GPU some move on one rank, too."""
     alone = 1 if chosen.engine == "host" else 2
+    if alone > 1 and options.split and not options.split[0]:
+        raise ValueError(f"Options(split={options.split}): on a GPU use at least one mover")
     return choose_split(
         chosen, max(alone, ranks), tiles, _MOVERS, options, min(capacity, MOST_AGENTS)
     )

@@ -7,7 +7,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -362,13 +362,16 @@ class HopperTile:
         }
 
     def boxes(
-        self, dtype: np.dtype, a_by_columns: bool, b_by_columns: bool
+        self, dtype: np.dtype, a_by_columns: bool, b_by_columns: bool, sides: int = 1
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return what tensor copies bring of A and of B at a time: (of a line, lines)."""
+        """Return what tensor copies bring of A and of B at a time: (of a line, lines).
+
+        `sides`: in how many places the columns of a tile are.
+        """
         rows, columns, _ = self.tile
         run = 128 // dtype.itemsize
         a_lines = run if a_by_columns else rows // self.cluster
-        b_lines = columns // self.cluster if b_by_columns else run
+        b_lines = columns // self.cluster // sides if b_by_columns else run
         return (run, a_lines), (run, b_lines)
 
 
@@ -456,6 +459,71 @@ def hopper_tile(
     *shape, gate = options.tile
     found = [t for t in _HOPPER_TILES if t[:2] == tuple(shape) and gate % 64 == 0]
     return make(found[0], gate) if found else None
+
+
+def hopper_group_tiles(gpu: Gpu, movers: int, *, pairs: bool = False) -> list[HopperTile]:
+    """Return the tiles of engine/hopper.cuh for groups of rows, which a block multiplies alone.
+
+    `pairs`: each column has a partner half a tile further, and both halves are whole pieces.
+    """
+    tiles = (
+        _hopper_tile(rows, columns, _HOPPER_GATE, 1, movers, False, gpu.shared_bytes)
+        for rows, columns, cluster, _ in _HOPPER_TILES
+        if cluster == 1
+    )
+    return [tile for tile in tiles if tile.halves or not pairs]
+
+
+def hopper_group_tile(
+    rows: float,
+    groups: int,
+    products: Sequence[tuple[int, int]],
+    incoming: int,
+    options: Options,
+    gpu: Gpu,
+    *,
+    pairs: bool = False,
+) -> HopperTile | None:
+    """Choose the tile of engine/hopper.cuh for groups of rows, each with a matrix of its own.
+
+    None if the options ask for one that it cannot take.
+
+    Parameters
+    ----------
+    rows : float
+        Of a group, about.
+    groups : int
+    products : sequence of (columns, k)
+        One behind the other.
+    incoming : int
+        Bytes of rows that come from peers.
+    options : Options
+    gpu : Gpu
+    pairs : bool
+        As for `hopper_group_tiles`.
+    """
+    processors = min(gpu.processors, options.sm_budget or gpu.processors)
+    operations = 2 * groups * rows * sum(columns * k for columns, k in products)
+    seconds = operations / (processors * _PROCESSOR_RATE) or math.inf
+    needed = max(_LEAST_MOVERS, math.ceil(incoming / (_IN_TIME * seconds) / _MOVER_RATE))
+    movers = max(1, min(processors // 8, needed))
+    rates = {(height, width): rate for height, width, _, rate in _HOPPER_TILES}
+
+    def cost(candidate: HopperTile) -> float:
+        height, width, _ = candidate.tile
+        blocks = groups * math.ceil(rows / height)
+        agents = max(1, processors - movers)
+        waves = (math.ceil(blocks * math.ceil(columns / width) / agents) for columns, _ in products)
+        each = (k + _HOPPER_TILE_K for _, k in products)
+        time = sum(count * depth for count, depth in zip(waves, each, strict=True))
+        return time * height * width / rates[height, width]
+
+    candidates = hopper_group_tiles(gpu, movers, pairs=pairs)
+    if options.tile is None:
+        return min(candidates, key=cost)
+    *shape, gate = options.tile
+    found = [t for t in candidates if t.tile[:2] == tuple(shape) and gate % 64 == 0]
+    return replace(found[0], tile=options.tile) if found else None
 
 
 def gpu_tile(

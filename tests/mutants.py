@@ -65,6 +65,7 @@ NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_fr
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
 EMULATED_DISPATCH = ("test_emulated_experts.py::test_dispatch_equals_reference",)
+EMULATED_GATHER = ("test_emulated_experts.py::test_rows_are_gathered",)
 EMULATED_LAYER = ("test_emulated_experts.py::test_layer_equals_reference",)
 
 
@@ -535,10 +536,53 @@ MUTANTS = {
         H + "combine.cuh", "&& places % 16 == 0;", ";", COMBINED
     ),
     "courier: lines of a list": Mutant(
-        H + "courier.cuh", "list[i] * from.pitch", "i * from.pitch", EMULATED_LAYER
+        H + "courier.cuh", "list[i] * from.pitch", "i * from.pitch", EMULATED_GATHER
     ),
     "portable: rows of a list": Mutant(
         H + "engine/portable.cuh", "operand.places[line]", "operand.places[0]", EMULATED_DISPATCH
+    ),
+    "gathered rows: place of 16 bytes": Mutant(
+        H + "engine/hopper.cuh", "(at_ ^ line_ % 8 * 16)", "at_", EMULATED_GATHER
+    ),
+    "gathered rows: terms behind the last": Mutant(
+        H + "engine/hopper.cuh", "rest < 0 ? 0 : rest < 16 ? u32(rest) : 16", "16", EMULATED_GATHER
+    ),
+    "gathered rows: rows of the tile before": Mutant(
+        H + "engine/hopper.cuh",
+        "if (arrived && piece.begin == 0) lines.look_up",
+        "if (arrived && piece.begin == 0 && turn.slot == 0) lines.look_up",
+        EMULATED_GATHER,
+    ),
+    "gathered rows: wait for a free stage": Mutant(
+        H + "engine/hopper.cuh",
+        "                    ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);\n"
+        "                    if (leads && arrived) {",
+        "                    if (leads && arrived) {",
+        EMULATED_GATHER,
+    ),
+    "gathered rows: wait for copies": Mutant(
+        H + "engine/hopper.cuh",
+        "ptx::arrive_when_copied(loaded);",
+        "ptx::arrive(loaded);",
+        EMULATED_GATHER,
+    ),
+    "gathered rows: weights of the first expert": Mutant(
+        H + "engine/hopper.cuh", "x, y, i32(tile.source));", "x, y, 0);", EMULATED_GATHER
+    ),
+    "rows of an expert: a box over the next one's": Mutant(
+        H + "sink.cuh", "return to_->mapped && whole ?", "return to_->mapped ?", EMULATED_GATHER
+    ),
+    "rows of an expert: a box over rows that are none": Mutant(
+        "moe_dispatch_gemm.cu",
+        "(p.rows, plan.whole[1], offsets)",
+        "(p.rows, offsets[experts], offsets)",
+        EMULATED_GATHER,
+    ),
+    "layer: gates of the same column": Mutant(
+        H + "engine/hopper.cuh", "return b.apart;", "return 0;", EMULATED_LAYER
+    ),
+    "layer: sums that are their own gates": Mutant(
+        H + "engine/hopper.cuh", "sides == 2 ? side / 2 + i : i", "i", EMULATED_LAYER
     ),
     "queue: room": Mutant(
         H + "channel.cuh", "if (!await_slot()) return false;", "", ("test_channel.py",)

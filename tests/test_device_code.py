@@ -35,7 +35,7 @@ MAY_SPILL = {
     ("gemm_allreduce_one_shot", "sm_90a"): 64,
     # What a thread knows of tokens and of a second product is kept in memory while it multiplies.
     ("moe_dispatch_gemm", "sm_80"): 64,
-    ("moe_dispatch_gemm", "sm_90a"): 64,
+    ("moe_dispatch_gemm", "sm_90a"): 160,
     ("moe_layer", "sm_80"): 384,
     ("moe_layer", "sm_90a"): 640,
 }
@@ -149,10 +149,11 @@ def experts(dtype, other, activation="none"):
 
 EXPERTS = [
     ("moe_dispatch_gemm", "sm_80", experts("bfloat16", "bfloat16")),
-    ("moe_dispatch_gemm", "sm_90a", experts("float16", "float")),
+    ("moe_dispatch_gemm", "sm_90a", hopper(("float16", "float"), 1) | {"MK_B_BY_COLUMNS": 1}),
     ("moe_combine", "sm_80", experts("float16", "float")),
     ("moe_layer", "sm_80", experts("float", "float", "gelu")),
     ("moe_layer", "sm_90a", {}),
+    ("moe_layer", "sm_90a", hopper(("bfloat16", "bfloat16"), 1)),
 ]
 
 

@@ -11,14 +11,19 @@ import test_moe_combine as combine
 import test_moe_dispatch_gemm as dispatch
 import test_moe_layer as layer
 import worlds
-from routing import ExpertCase
+from routing import ExpertCase, ids_of, tokens_of, weights_of
 
 import mkernel_cp as mk
+from mkernel_cp import plan as plans
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(kernels, tmp_path_factory):
-    with emulated.kernels(tmp_path_factory.mktemp("emulated") / "kernels"):
+    with (
+        emulated.kernels(tmp_path_factory.mktemp("emulated") / "kernels"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(plans, "_HOPPER_TILES", ((128, 128, 1, 1.0),))
         yield
 
 
@@ -73,10 +78,46 @@ def test_combine_equals_reference(case):
     combine.test_equals_reference(case)
 
 
-def test_layer_equals_reference(on):
-    """Tokens come through the copy engine."""
+@pytest.mark.parametrize(
+    ("case", "order"),
+    [
+        (case("tiles", (70, 30), 136, 136, 3, 2, "zipf"), "C"),
+        (case("one expert", (1, 130, 0), 456, 8, 4, 1, "one expert"), "C"),
+        (case("transposed", (50, 25), 72, 136, 2, 2, "uniform"), "F"),
+    ],
+    ids=str,
+)
+def test_rows_are_gathered(on, case, order):
+    """Tokens come through the copy engine; rows of a tile that are no expert's are left alone."""
+
+    def program(comm):
+        rank, w = comm.rank, weights_of(case, comm.rank)
+        if order == "F":
+            w = w.swapaxes(1, 2).copy().swapaxes(1, 2)
+        with mk.MoeDispatchGemm(
+            *(tokens_of(case, 1)[rank], ids_of(case, 1)[rank], w),
+            comm=comm,
+            num_experts=case.experts,
+            max_tokens=max(case.tokens),
+        ) as step:
+            assert step.plan.engine == "hopper"
+            for seed in (1, 2):
+                x = np.full((case.tokens[rank], case.h + 1), np.nan, case.dtype)[:, 1:]
+                x[...] = tokens_of(case, seed)[rank]
+                out = np.full((step.plan.capacity, case.n), 7, case.dtype)
+                worlds.poison(comm)
+                rows, layout = step(x, ids_of(case, seed)[rank], w, out=(out, None))
+                dispatch.assert_right(comm, case, seed, rows, layout)
+                assert (rows[int(layout.count) :] == 7).all()
+
     on("sm_90a")
-    layer.test_equals_reference(case("bulk", (50, 33), 104, 140, 5, 3, "zipf", "swiglu", 70))
+    worlds.run(case.world, program)
+
+
+@pytest.mark.parametrize("arch", emulated.GPUS)
+def test_layer_equals_reference(on, arch):
+    on(arch)
+    layer.test_equals_reference(case("tails", (50, 33), 104, 72, 5, 3, "zipf", "swiglu", 80))
 
 
 def test_few_tokens_are_sorted_at_a_time(monkeypatch):
@@ -92,7 +133,7 @@ def test_what_does_not_arrive_leaves_nan():
 
     def main(mpi, name):
         comm = mk.Communicator(mpi, progress_timeout=0)
-        comm.machine.gpu = emulated.GPUS["sm_90a" if name == "layer" else "sm_80"]
+        comm.machine.gpu = emulated.GPUS["sm_90a"]
         rows, layout = mk.moe_dispatch_gemm(tokens, ids, factors, comm=comm)
         out = np.zeros_like(rows if name == "dispatch" else rows[:10])
         calls = {

@@ -40,7 +40,7 @@ def cases(world):
     for dtype in DTYPES:
         add("dtype", uneven, 64, 40, 4, 2, dtype=dtype)
     for dtype in DTYPES[:2]:
-        add("out dtype", uneven, 20, 12, 3, 2, dtype=dtype, out_dtype="float32")
+        add("out dtype", uneven, 24, 16, 3, 2, dtype=dtype, out_dtype="float32")
     add("fewer experts than ranks", uneven, 10, 7, max(1, world - 1), 2)
     add("one expert", uneven, 10, 7, 1, 1)
     add("many experts", uneven, 6, 5, 37, 8)
@@ -53,6 +53,7 @@ def cases(world):
     add("H = 0", uneven, 0, 3, 3, 2, routing="zipf")
     add("I = 0", uneven, 4, 0, 3, 2, routing="zipf")
     add("wide", (40,) * world, 200, 150, world, 2)
+    add("many tiles", (150,) * world, 264, 392, world, 2, dtype="bfloat16", routing="zipf")
     return made
 
 
@@ -427,9 +428,27 @@ def test_plans_for_gpus():
     asked, none = dispatch(**large, dtype=half, out_dtype=half), mk.Options()
     tile = dispatch_tile(0, asked, none, gpu)
     plan = plan_moe_dispatch_gemm(0, asked, tile, none, 132)
-    assert (plan.target, plan.engine, plan.split) == ("cuda", "portable", (20, 112))
+    assert (plan.target, plan.engine) == ("cuda", "hopper")
+    assert (plan.tile, plan.split) == ((128, 256, 512), (10, 122))
+    assert "engine hopper" in plan.explain()
     assert asked.sort_bytes < plan.shared_bytes <= gpu.shared_bytes
     assert plan_moe_dispatch_gemm(0, dispatch(ranks=1), tile, none, 132).split[0] > 0
+    again = dispatch_tile(0, plan.dispatch, plan.options, gpu)
+    assert plan_moe_dispatch_gemm(0, plan.dispatch, again, plan.options, 132) == plan
+    for other in (
+        {"n": 2044},
+        {"h": 7164},
+        {"dtype": np.dtype("f4"), "out_dtype": np.dtype("f4")},
+    ):
+        asked_of_it = dispatch(**{**large, "dtype": half, "out_dtype": half, **other})
+        tile_of_it = dispatch_tile(0, asked_of_it, none, gpu)
+        plan = plan_moe_dispatch_gemm(0, asked_of_it, tile_of_it, none, 132)
+        assert (plan.engine, plan.split) == ("portable", (20, 112))
+    few = dispatch(**{**large, "max_tokens": 16, "n": 64}, dtype=half, out_dtype=half)
+    assert dispatch_tile(0, few, none, gpu).tile[1] == 64
+    taken = dispatch_tile(0, asked, mk.Options(tile=(128, 192, 64)), gpu)
+    assert (taken.engine, taken.tile) == ("hopper", (128, 192, 64))
+    assert dispatch_tile(0, asked, mk.Options(tile=(64, 128, 64)), gpu).engine == "portable"
     with pytest.raises(ValueError, match="use at least one mover"):
         plan_moe_dispatch_gemm(0, asked, tile, mk.Options((0, 8)), 132)
     with pytest.raises(ValueError, match="9000 experts: to sort by them takes"):

@@ -22,6 +22,7 @@ from test_moe_dispatch_gemm import call_and_wait
 import mkernel_cp as mk
 from mkernel_cp.failure import Reason
 from mkernel_cp.moe_plan import ACTIVATIONS, Layer, MoeLayerPlan, layer_tile, plan_moe_layer
+from mkernel_cp.plan import Gpu
 
 # Kernels take long to compile, and each combination is one.
 ACTIVATION_OF = dict(zip(DTYPES, ACTIVATIONS[:3] + ACTIVATIONS[:1], strict=True))
@@ -42,7 +43,7 @@ def cases(world):
     for kind in routing.ROUTINGS if world == 3 else ("zipf",):
         add("routing", (17,) * world, 33, 19, 21, 2 * world + 1, 3, routing=kind)
     for dtype in DTYPES:
-        add("dtype", uneven, 70, 40, 66, 4, 2, dtype=dtype)
+        add("dtype", uneven, 72, 40, 64, 4, 2, dtype=dtype)
     if world == 3:
         for activation in ACTIVATIONS:
             add("activation", uneven, 40, 30, 20, 4, 2, dtype="float32", activation=activation)
@@ -57,6 +58,7 @@ def cases(world):
     add("I = 0", uneven, 4, 0, 4, 3, 2, routing="zipf")
     add("N = 0", uneven, 4, 3, 0, 3, 2, routing="zipf")
     add("wide", (40,) * world, 100, 150, 130, world, 2)
+    add("many tiles", (90,) * world, 136, 264, 328, world, 2, dtype="bfloat16", routing="zipf")
     return made
 
 
@@ -321,6 +323,25 @@ def test_plans_are_saved_and_choose_the_same_again(tmp_path):
     for part in ("rank 1 of 3", "16 -> 24 -> 10 columns, gelu", "2 of 7 experts", "as float32"):
         assert part in plan.explain()
     assert plan.memory > 3 * 20 * 16 * 2
+
+
+def test_plans_for_gpus():
+    gpu, half = Gpu("sm_90a", 132, 227 << 10), np.dtype("f2")
+    options = mk.Options()
+
+    def plan_of(activation, n=7168):
+        agreed = Layer(4, 7168, 2048, n, 256, 8, half, half, activation, 8192)
+        tile = layer_tile(0, agreed, options, gpu)
+        return plan_moe_layer(0, agreed, tile, options, 132)
+
+    # A part of a tile is half of its rows; columns that are multiplied by their gates are half as
+    # many as those of a tile.
+    assert [plan_of(a).engine for a in ACTIVATIONS] == ["hopper"] * 4
+    assert plan_of("swiglu").part == (64, plan_of("swiglu").tile[1] // 2)
+    assert plan_of("gelu").part == (64, plan_of("gelu").tile[1])
+    assert plan_of("swiglu", 7170).engine == "portable"
+    taken = Layer(4, 64, 64, 64, 8, 2, half, half, "swiglu", 64)
+    assert layer_tile(0, taken, mk.Options(tile=(128, 64, 64)), gpu).engine == "portable"
 
 
 # --- wrong arguments and failures -----------------------------------------------------------------

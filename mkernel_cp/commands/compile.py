@@ -10,7 +10,7 @@ import numpy as np
 from .. import compiler, plan
 from ..attention_plan import attention_tiles
 from ..errors import CompileError, ConfigurationError
-from ..moe_plan import ACTIVATIONS
+from ..moe_plan import ACTIVATIONS, expert_tiles
 from .job import say
 
 # Of those that multiply, whether partial sums travel, whose dtype then is that of the operands.
@@ -42,22 +42,30 @@ def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
         ]
     if operator == "moe_layer":
         return [
-            {
-                "MK_TYPE": plan.cpp_type(dtype),
-                "MK_TRANSFER_TYPE": plan.cpp_type(dtype),
-                "MK_ACTIVATION": activation or "none",
-            }
+            plan.kernel_defines(
+                {
+                    "MK_TYPE": plan.cpp_type(dtype),
+                    "MK_TRANSFER_TYPE": plan.cpp_type(dtype),
+                    "MK_ACTIVATION": activation or "none",
+                },
+                tile,
+                dtype,
+            )
             for dtype in plan.DTYPES
             for activation in ACTIVATIONS
+            for tile in expert_tiles(dtype, gpu, pairs=activation == "swiglu")
         ]
     if operator in _EXPERTS:
         other = "MK_TRANSFER_TYPE" if operator == "moe_combine" else "MK_OUT_TYPE"
         return [
-            {"MK_TYPE": plan.cpp_type(dtype), other: plan.cpp_type(out_dtype)}
+            plan.kernel_defines(
+                {"MK_TYPE": plan.cpp_type(dtype), other: plan.cpp_type(out_dtype)}, tile, dtype
+            )
             for dtype in plan.DTYPES
             for out_dtype in (
                 {dtype: dtype, _FLOAT32: _FLOAT32} if dtype.itemsize == 2 else [dtype]
             )
+            for tile in expert_tiles(dtype, gpu)[: 1 if operator == "moe_combine" else None]
         ]
     kinds = [(dtype, dtype, False) for dtype in plan.DTYPES]
     kinds += [(dtype, _FLOAT32, dtype == _FLOAT32) for dtype in plan.DTYPES if dtype.itemsize < 8]

@@ -303,9 +303,12 @@ class GemmOperator(abc.ABC):
             to.row_stride, to.column_stride = operands.strides(operand.shadow)
         if self._mapped:
             own, other = self._tile.boxes(spec.dtype, self._a_by_columns, self._b_by_columns)
-            self._map(params.a, a.shadow, self._a_by_columns, own)
-            self._map(params.b, b.shadow, self._b_by_columns, other)
-            self._map(params.c, out.shadow, False, (128 // out.shadow.itemsize, 64))
+            for to, operand, by_columns, box in (
+                (params.a, a, self._a_by_columns, own),
+                (params.b, b, self._b_by_columns, other),
+                (params.c, out, False, (128 // out.shadow.itemsize, 64)),
+            ):
+                operands.map_lines(to, operand.shadow, by_columns, box, comm.machine)
         request = comm.prepare(self._kernel, params, self._agents(), self.plan.shared_bytes)
         return request, (a, b, out)
 
@@ -329,15 +332,6 @@ class GemmOperator(abc.ABC):
         aligned = aligned.T if by_columns else aligned
         machine.copy(aligned, value.array)
         return operands.Operand(name, aligned, machine)
-
-    def _map(self, to: Any, array: np.ndarray, by_columns: bool, box: tuple[int, int]) -> None:
-        """Give a ``Matrix`` a tensor map, if its lines can have one."""
-        lines = operands.aligned_lines(array, by_columns)
-        to.mapped = int(lines is not None and array.size > 0)
-        if to.mapped:
-            (extents, pitch), machine = lines, self._comm.machine
-            words = machine.tensor_map(array.ctypes.data, array.dtype, extents, (pitch,), box)
-            to.map.opaque[:] = words
 
     def close(self) -> None:
         """Forget the plan. Local; nothing waits for it."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,7 @@ def moe_dispatch_gemm(
         if step is None:
             try:
                 step = comm.plans[spec] = MoeDispatchGemm.__new__(MoeDispatchGemm)
-                step._set_up(spec, comm, len(arrays[0]))
+                step._set_up(spec, comm, len(arrays[0]), arrays[2])
             except BaseException as error:
                 comm.plans.pop(spec, None)
                 if isinstance(error, errors.Error) and out is not None and comm.closed:
@@ -212,9 +213,9 @@ class MoeDispatchGemm:
         with comm.calling("MoeDispatchGemm()"), comm.machine.on(stream):
             arrays = _shadows(x, topk_idx, w, comm)
             spec = _Spec(*arrays, comm, num_experts, max_tokens, capacity, dtype, options)
-            self._set_up(spec, comm, len(arrays[0]))
+            self._set_up(spec, comm, len(arrays[0]), arrays[2])
 
-    def _set_up(self, spec: "_Spec", comm: Communicator, tokens: int) -> None:
+    def _set_up(self, spec: "_Spec", comm: Communicator, tokens: int, w: np.ndarray) -> None:
         self._spec, self._comm = spec, comm
         asked = spec.asked
         if asked.max_tokens is None:
@@ -222,7 +223,8 @@ class MoeDispatchGemm:
             asked = dataclasses.replace(asked, max_tokens=most)
         self._dispatch, self._what = asked, str(asked)
         tile = dispatch_tile(comm.rank, asked, spec.options, comm.machine.gpu)
-        words = {**plans.type_defines(asked.dtype, asked.out_dtype), **tile.defines(asked.dtype)}
+        self._reading = Reading(tile, asked.dtype, (w,))
+        words = {**plans.type_defines(asked.dtype, asked.out_dtype), **self._reading.defines()}
         source = str(compiler.kernel_source("moe_dispatch_gemm"))
         kernel = Kernel(source, "moe_dispatch_gemm", tuple(compiler.macros(words).items()))
 
@@ -351,11 +353,14 @@ class MoeDispatchGemm:
             machine.refuse_capture(self._what)
             self._bind(comm.arena)
         params = self._params
-        x = put_tokens(params, own[0], self._dispatch, self._stage, comm)
+        x = put_tokens(params, own[0], self._dispatch, self._stage, comm, self._reading.alignment)
         ids = put_choice(params.choice, own[1], machine)
-        w, params.w_stride = put_weights(params.w, own[2], machine)
+        w, params.w_stride = self._reading.put(params.w, own[2], machine)
         params.rows.data = rows.shadow.ctypes.data
         params.rows.row_stride, params.rows.column_stride = operands.strides(rows.shadow)
+        if self._reading.mapped:
+            box = 128 // rows.shadow.itemsize, 64
+            operands.map_lines(params.rows, rows.shadow, False, box, machine)
         layout.put_into(params.origins)
         request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
         return request, (x, ids, w, rows, layout)
@@ -540,12 +545,20 @@ def routing_plans(
 
 
 def put_tokens(
-    params: Any, x: operands.Operand, agreed: Dispatch, stage: Location, comm: Communicator
+    params: Any,
+    x: operands.Operand,
+    agreed: Dispatch,
+    stage: Location,
+    comm: Communicator,
+    alignment: int,
 ) -> operands.Operand:
-    """Say in a launch struct where a rank's tokens are, for itself and the peers; return them."""
+    """Say in a launch struct where a rank's tokens are, for itself and the peers; return them.
+
+    `alignment`: bytes at a multiple of which each is to begin.
+    """
     rows = x.shadow
     place, pitch, tokens = stage, operands.line_pitch(rows, False), x
-    whole = pitch is not None and pitch % rows.itemsize == 0 and rows.flags.aligned
+    whole = pitch is not None and pitch % alignment == 0 == rows.ctypes.data % alignment
     if len(rows) > agreed.max_tokens:
         pitch = 0  # the kernel refuses them, and reads none
     elif whole and comm.size > 1 and comm.in_segment(rows):
@@ -574,15 +587,73 @@ def put_choice(to: Any, ids: operands.Operand, machine: Any) -> operands.Operand
     return ids
 
 
-def put_weights(to: Any, w: operands.Operand, machine: Any) -> tuple[operands.Operand, int]:
-    """Fill in the ``Matrix`` of the first expert; return all weights, and the bytes to the next."""
-    if element_steps(w.shadow) is None:
-        copy = operands.Operand("w", machine.empty(w.shadow.shape, w.shadow.dtype), machine)
+class Reading:
+    """How an engine reads tokens and the weights of experts.
+
+    Parameters
+    ----------
+    tile : HostTile or PortableTile or HopperTile
+    dtype : numpy.dtype
+    weights : sequence of array
+        All in one order, or those that are not are copied.
+
+    Attributes
+    ----------
+    mapped : bool
+        Whether through tensor maps, for which it is compiled for one order of weights.
+    alignment : int
+        Bytes at a multiple of which a token begins.
+    """
+
+    def __init__(self, tile: Any, dtype: np.dtype, weights: Sequence[np.ndarray]):
+        self._tile, self._dtype = tile, dtype
+        self.mapped = tile.engine == "hopper"
+        self.alignment = 16 if self.mapped else dtype.itemsize
+        self._by_columns = all(len(w) and operands.prefers_columns(w[0]) for w in weights)
+
+    def defines(self) -> dict[str, Any]:
+        """Return the macros that say so."""
+        return plans.kernel_defines({}, self._tile, self._dtype, b_by_columns=self._by_columns)
+
+    def put(
+        self, to: Any, w: operands.Operand, machine: Any, sides: int = 1
+    ) -> tuple[operands.Operand, int]:
+        """Fill in the ``Matrix`` of the first expert; return all, and the bytes to the next.
+
+        `sides`: in how many places the columns of a tile are.
+        """
+        if self._steps(w.shadow) is None:
+            w = self._copy(w, machine)
+        to.data = w.shadow.ctypes.data
+        if not self.mapped:
+            stride, to.row_stride, to.column_stride = self._steps(w.shadow)
+            return w, stride * self._dtype.itemsize
+        extents, pitches = self._steps(w.shadow)
+        box = *self._tile.boxes(self._dtype, False, self._by_columns, sides)[1], 1
+        to.mapped = int(w.shadow.size > 0)
+        if to.mapped:
+            to.map.opaque[:] = machine.tensor_map(to.data, self._dtype, extents, pitches, box)
+        return w, pitches[1]
+
+    def map_rows(self, to: Any, rows: np.ndarray, machine: Any) -> None:
+        """Give a ``Matrix`` of rows that are multiplied a tensor map, if the engine wants one."""
+        if self.mapped:
+            box = self._tile.boxes(self._dtype, False, self._by_columns)[0]
+            operands.map_lines(to, rows, False, box, machine)
+
+    def _steps(self, w: np.ndarray) -> Any:
+        """Return how the engine steps through weights; None if it cannot."""
+        return operands.aligned_stack(w, self._by_columns) if self.mapped else element_steps(w)
+
+    def _copy(self, w: operands.Operand, machine: Any) -> operands.Operand:
+        count, lines, run = w.shadow.shape
+        if self._by_columns:
+            lines, run = run, lines
+        pitch = plans.line_pitch(run, self._dtype) // self._dtype.itemsize
+        copy = machine.empty((count, lines, pitch), self._dtype)[..., :run]
+        copy = operands.Operand("w", copy.swapaxes(1, 2) if self._by_columns else copy, machine)
         machine.copy(copy.array, w.array)
-        w = copy
-    stride, to.row_stride, to.column_stride = element_steps(w.shadow)
-    to.data = w.shadow.ctypes.data
-    return w, stride * w.shadow.itemsize
+        return copy
 
 
 def _pair(out: Any) -> tuple[Any, Any]:

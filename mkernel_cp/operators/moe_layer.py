@@ -1,6 +1,7 @@
 """`moe_layer`: a whole layer of experts in one launch."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..moe_plan import (
     MoeLayerPlan,
     layer_tile,
     offsets_of,
+    pairs_columns,
     plan_moe_layer,
     shared_bytes,
 )
@@ -23,6 +25,7 @@ from ..reference import accumulator_dtype
 from . import operands
 from .moe_combine import check_weights, combine_plan, stage
 from .moe_dispatch_gemm import (
+    Reading,
     check_ids,
     check_room,
     counts_of,
@@ -30,7 +33,6 @@ from .moe_dispatch_gemm import (
     gpu_capacity,
     put_choice,
     put_tokens,
-    put_weights,
     routing_plans,
     stage_of_tokens,
     whole_number,
@@ -130,7 +132,7 @@ def moe_layer(
             result = spec.output(out, arrays, comm.machine)
             try:
                 step = comm.plans[spec] = MoeLayer.__new__(MoeLayer)
-                step._set_up(spec, comm, len(arrays[0]))
+                step._set_up(spec, comm, arrays)
             except BaseException as error:
                 comm.plans.pop(spec, None)
                 if isinstance(error, errors.Error) and out is not None and comm.closed:
@@ -181,21 +183,23 @@ class MoeLayer:
             asked = (activation, num_experts, max_tokens, capacity, options)
             spec = _Spec(*arrays, comm, *asked)
             spec.output(out, arrays, comm.machine)
-            self._set_up(spec, comm, len(arrays[0]))
+            self._set_up(spec, comm, arrays)
 
-    def _set_up(self, spec: "_Spec", comm: Communicator, tokens: int) -> None:
+    def _set_up(self, spec: "_Spec", comm: Communicator, arrays: Sequence[np.ndarray]) -> None:
         self._spec, self._comm = spec, comm
-        asked = spec.asked
+        asked, tokens = spec.asked, len(arrays[0])
         if asked.max_tokens is None:
             most = max(comm.agreement(str(asked), None, lambda: tokens))
             asked = dataclasses.replace(asked, max_tokens=most)
         self._layer, self._what = asked, str(asked)
         tile = layer_tile(comm.rank, asked, spec.options, comm.machine.gpu)
+        self._reading = Reading(tile, asked.dtype, arrays[3:])
+        self._sides = 2 if pairs_columns(asked, tile) else 1
         words = {
             "MK_TYPE": plans.cpp_type(asked.dtype),
             "MK_TRANSFER_TYPE": plans.cpp_type(asked.transfer_dtype),
             "MK_ACTIVATION": asked.activation or "none",
-            **tile.defines(asked.dtype),
+            **self._reading.defines(),
         }
         source = str(compiler.kernel_source("moe_layer"))
         kernel = Kernel(source, "moe_layer", tuple(compiler.macros(words).items()))
@@ -217,7 +221,8 @@ class MoeLayer:
         """Have memory for what is between the products, and for the rows that experts make."""
         plan, machine = self.plan, self._comm.machine
         rows, columns, _ = plan.tile
-        stash = (plan.split[1], rows, columns) if plan.activation == "swiglu" else (0,)
+        in_turn = plan.layer.gated and self._sides == 1
+        stash = (plan.split[1], rows, columns) if in_turn else (0,)
         self._room = {
             "hidden": machine.empty((plan.capacity, plan.inner), plan.dtype),
             "made": machine.empty((plan.capacity, plan.n), plan.dtype),
@@ -238,14 +243,15 @@ class MoeLayer:
         self._stage = stage_of_tokens(asked.dispatch, arena, comm)
         self._stage_of_weights = Location(arena.number, data + at["weights"])
         room = {name: shadow(array).ctypes.data for name, array in self._room.items()}
+        hidden, made = (
+            structures.Matrix(data=room[name], row_stride=columns, column_stride=1)
+            for name, columns in (("hidden", plan.inner), ("made", plan.n))
+        )
+        self._reading.map_rows(hidden, shadow(self._room["hidden"]), comm.machine)
         self._arrays = {
             "capacity": constant(np.array(asked.dispatch.capacities, np.int64)),
-            **{
-                name: constant(
-                    structures.Matrix(data=room[name], row_stride=columns, column_stride=1)
-                )
-                for name, columns in (("hidden", plan.inner), ("made", plan.n))
-            },
+            "hidden": constant(hidden),
+            "made": constant(made),
         }
         routing, landing = routing_plans(
             asked.dispatch, self._arrays["capacity"], self._room["counts"], arena, comm
@@ -345,12 +351,13 @@ class MoeLayer:
             self._bind(comm.arena)
         x, ids, weights, *both = own
         params = self._params
-        x = put_tokens(params, x, self._layer.dispatch, self._stage, comm)
+        reading = self._reading
+        x = put_tokens(params, x, self._layer.dispatch, self._stage, comm, reading.alignment)
         ids = put_choice(params.choice, ids, machine)
         if params.tokens <= self._layer.max_tokens:  # else the kernel refuses them
             stage(weights, self._stage_of_weights, comm)
-        w1, params.w1_stride = put_weights(params.w1, both[0], machine)
-        w2, params.w2_stride = put_weights(params.w2, both[1], machine)
+        w1, params.w1_stride = reading.put(params.w1, both[0], machine, self._sides)
+        w2, params.w2_stride = reading.put(params.w2, both[1], machine)
         params.out.data = result.shadow.ctypes.data
         params.out.row_stride, params.out.column_stride = operands.strides(result.shadow)
         request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)

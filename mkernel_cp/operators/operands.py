@@ -180,6 +180,36 @@ def aligned_lines(a: np.ndarray, by_columns: bool) -> tuple[tuple[int, int], int
     return (run, lines), pitch
 
 
+def map_lines(to: Any, array: np.ndarray, by_columns: bool, box: tuple[int, int], machine: Any):
+    """Give a ``Matrix`` a tensor map, if its lines can have one."""
+    lines = aligned_lines(array, by_columns)
+    to.mapped = int(lines is not None and array.size > 0)
+    if to.mapped:
+        extents, pitch = lines
+        to.map.opaque[:] = machine.tensor_map(
+            array.ctypes.data, array.dtype, extents, (pitch,), box
+        )
+
+
+def aligned_stack(
+    a: np.ndarray, by_columns: bool
+) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
+    """Return the lines of matrices of equal shape as tensor copies see them, or None.
+
+    Returns
+    -------
+    ((run, lines, matrices), (pitch, stride)) or None
+        As `aligned_lines`, and the bytes from one matrix to the next.
+    """
+    if not a.size:
+        return (*a.shape[:0:-1], len(a)), (16, 16)
+    lines, stride = aligned_lines(a[0], by_columns), a.strides[0] if len(a) > 1 else 16
+    if lines is None or stride <= 0 or stride % 16:
+        return None
+    extents, pitch = lines
+    return (*extents, len(a)), (pitch, stride)
+
+
 def aligned_heads(a: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return (batch, positions, heads, D) as tensor copies see it; None if they cannot read it.
 

@@ -5,6 +5,13 @@
 
 namespace mk {
 
+// One of two values, whose types differ.
+template <bool first, class A, class B>
+MK_DEVICE auto either(const A& a, const B& b) {
+    if constexpr (first) return a;
+    else return b;
+}
+
 enum class Activation { none = 0, silu = 1, gelu = 2, swiglu = 3 };
 
 MK_DEVICE float exponential(float a) { return expf(a); }
@@ -76,58 +83,74 @@ private:
     } known_ = {~u64(0), 0};  // rows that are there
 };
 
-// Stores what the activation makes of the first product. If a half of the columns is the other's gate, a tile of the gate
-// is kept until the tile of the other half follows it.
+// `gate`: of swiglu, which has two columns for each of the result.
+template <Activation kind, class Acc>
+MK_DEVICE Acc activate(Acc sum, Acc gate = 0) {
+    return kind == Activation::silu     ? silu(sum)
+           : kind == Activation::gelu   ? gelu(sum)
+           : kind == Activation::swiglu ? silu(gate) * sum
+                                        : sum;
+}
+
+// Stores what the activation makes of the first product.
 template <class T, Activation kind>
 class Activate : public Store<T> {
 public:
     using Acc = Accumulator<T>;
+    MK_DEVICE Activate(Store<T> store, const MoeLayerPlan& plan) : Store<T>(store), plan_(&plan) {}
+
+    MK_DEVICE T transform(Acc sum) const { return narrow<T>(activate<kind>(sum)); }
+    MK_DEVICE T transform(Acc gate, Acc sum) const { return narrow<T>(activate<kind>(sum, gate)); }
+    MK_DEVICE const TensorMap* map(const Tile&, i64) const { return nullptr; }
+
+    MK_DEVICE void end(Launch& launch, const Tile& part, Completed stored) const {
+        FinishedParts(launch, *plan_).finish(part, stored);
+    }
+
+protected:
+    const MoeLayerPlan* plan_;
+};
+
+// The same for an engine that does not pair columns: a tile of the gate is kept until that of the other half follows it.
+template <class T, Activation kind>
+class ActivateInTurn : public Activate<T, kind> {
+public:
+    using Acc = Accumulator<T>;
     using Type = Acc;
-    MK_DEVICE Activate(Store<T> store, const MoeLayerPlan& plan, u64 member)
-        : Store<T>(store), plan_(&plan),
-          stash_(static_cast<Acc*>(plan.stash) + i64(member) * plan.tile.rows * plan.tile.columns) {}
+    MK_DEVICE ActivateInTurn(const Activate<T, kind>& activate, u64 member)
+        : Activate<T, kind>(activate),
+          stash_(static_cast<Acc*>(this->plan_->stash) + i64(member) * this->plan_->tile.rows * this->plan_->tile.columns) {}
 
     MK_DEVICE Acc transform(Acc sum) const { return sum; }
-    MK_DEVICE const TensorMap* map(const Tile&, i64) const { return nullptr; }
 
     template <class View>
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
         const Agent& agent = launch.agent();
+        const TileShape& tile = this->plan_->tile;
         const Tile result = result_of(piece);
         T* to = this->place_of(result);
-        Acc* stash = stash_ + result.rows.begin % plan_->tile.rows * plan_->tile.columns +
-                     result.columns.begin % plan_->tile.columns;
+        Acc* stash = stash_ + result.rows.begin % tile.rows * tile.columns + result.columns.begin % tile.columns;
         spread(agent, piece.rows.size(), piece.columns.size(), [&](i64 i, i64 j) {
             const Acc sum = *staged(i, j);
-            Acc& gate = stash[i * plan_->tile.columns + j];
+            Acc& gate = stash[i * tile.columns + j];
             if (is_gate(piece)) gate = sum;
-            else to[i * this->to_->row_stride + j * this->to_->column_stride] = narrow<T>(value_of(sum, gate));
+            else to[i * this->to_->row_stride + j * this->to_->column_stride] = narrow<T>(activate<kind>(sum, gate));
         });
         return Writes().complete(agent);
     }
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed stored) const {
-        if (!is_gate(part)) FinishedParts(launch, *plan_).finish(result_of(part), stored);
+        if (!is_gate(part)) Activate<T, kind>::end(launch, result_of(part), stored);
     }
 
 private:
-    static constexpr bool gated = kind == Activation::swiglu;
-
-    MK_DEVICE bool is_gate(const Tile& piece) const { return gated && piece.columns.begin < plan_->inner; }
+    MK_DEVICE bool is_gate(const Tile& piece) const { return piece.columns.begin < this->plan_->inner; }
 
     MK_DEVICE Tile result_of(const Tile& piece) const {
-        const i64 shift = gated && !is_gate(piece) ? plan_->inner : 0;
+        const i64 shift = is_gate(piece) ? 0 : this->plan_->inner;
         return {piece.source, piece.rows, {piece.columns.begin - shift, piece.columns.end - shift}};
     }
 
-    static MK_DEVICE Acc value_of(Acc sum, Acc gate) {
-        return kind == Activation::silu     ? silu(sum)
-               : kind == Activation::gelu   ? gelu(sum)
-               : kind == Activation::swiglu ? silu(gate) * sum
-                                            : sum;
-    }
-
-    const MoeLayerPlan* plan_;
     Acc* stash_;
 };
 

@@ -456,6 +456,8 @@ private:
 // come in pairs, `columns` apart, the two tiles of a pair follow each other.
 class ExpertTiles {
 public:
+    static constexpr bool halving = false;
+
     MK_DEVICE ExpertTiles(const i64* offsets, u64 experts, i64 columns, TileShape tile, u64 agent, u64 agents,
                           bool pairs = false)
         : offsets_(offsets), columns_(columns), tile_(tile), experts_(u32(experts)), agent_(u32(agent)),

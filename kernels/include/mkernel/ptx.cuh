@@ -314,6 +314,14 @@ MK_DEVICE void load_box(void* to, const TensorMap* map, u64* barrier, i32 x, i32
                  : "memory");
 }
 
+// The same of an array of three dimensions.
+MK_DEVICE void load_box(void* to, const TensorMap* map, u64* barrier, i32 x, i32 y, i32 z) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
 // The same of an array of four dimensions.
 MK_DEVICE void load_box(void* to, const TensorMap* map, u64* barrier, i32 x, i32 y, i32 z, i32 w) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "

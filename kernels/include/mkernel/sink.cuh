@@ -24,6 +24,11 @@ struct MatrixStack {
     i64 stride;
 };
 
+// A stack in which each column belongs together with the one that is so many further.
+struct PairedStack : MatrixStack {
+    i64 apart;
+};
+
 MK_DEVICE const Matrix& factor_of(const Matrix& b, const Tile&) { return b; }
 MK_DEVICE Matrix factor_of(const MatrixStack& b, const Tile& tile) {
     Matrix one = b.first;
@@ -64,9 +69,8 @@ template <class T>
 class Store {
 public:
     using Type = T;
-    MK_DEVICE Store(const Matrix& to, const i64* row_start, u64 ranks)
-        : to_(&to), row_start_(row_start), rows_(row_start[ranks]) {}
-    MK_DEVICE Store(const Matrix& to, i64 rows) : to_(&to), row_start_(nullptr), rows_(rows) {}
+    MK_DEVICE Store(const Matrix& to, i64 rows, const i64* row_start = nullptr)
+        : to_(&to), row_start_(row_start), rows_(rows) {}
 
     template <class Acc>
     MK_DEVICE T transform(Acc sum) const { return narrow<T>(sum); }

@@ -3,6 +3,7 @@
 //   consumers  two warpgroups: multiply the panels, half of the tile's rows each, and put the tile into strips
 //   storers    warps 1 and 2, one for each consumer: store its strips while the next tile is multiplied
 //   warp 3     does what the operator wants done meanwhile
+// Where rows of A lie apart, warps 0 and 3 copy those, 16 bytes a thread at a time.
 // Each walks the schedule by itself. In a cluster of two, the blocks have the upper and the lower half of a tile: each
 // loads its own rows of A, and half of B to both.
 #pragma once
@@ -44,8 +45,10 @@ constexpr bool aligned_rows = true;  // of 16 bytes, as tensor copies want them
 constexpr u32 cluster = MK_CLUSTER;  // blocks that share a tile
 constexpr bool halves_tiles = true;  // a tile of half as many columns takes about half the time
 constexpr bool has_time = true;      // a warp does meanwhile() beside the tiles
+constexpr bool pairs_columns = true;  // it takes a PairedStack
 constexpr u32 sink_loads = 6;  // that a lane of a sink may have under way: registers for so many are there
-constexpr u32 consumers = 2;
+constexpr u32 consumers = 2, spare_warp = 1 + consumers;
+constexpr u32 copiers = 64;          // threads that copy rows which lie apart
 constexpr u32 line_bytes = 128;      // of shared memory, within which tensor copies swizzle
 constexpr u32 strip_rows = 64;       // of one matrix instruction
 
@@ -70,15 +73,13 @@ struct Panel {
     static constexpr u32 step = across ? 16 * line_bytes : 16 * sizeof(T);  // bytes to the next 16 of k
     static_assert(part % box == 0 && box <= 256, "a part is whole boxes");
 
-    // Of the extent, as few boxes as have `wanted` of it.
-    static MK_DEVICE void load(u8* to, u32 which, const TensorMap* map, u64* barrier, i64 first, i64 k,
-                               u32 wanted = extent) {
+    // Of the extent, as few boxes as have `wanted` of it. load(to, x, y) brings one.
+    template <class Load>
+    static MK_DEVICE void load(u8* to, u32 which, i64 first, i64 k, Load load, u32 wanted = extent) {
         MK_UNROLL
         for (u32 i = which * part; i < (which + 1) * part; i += box) {
             if (across && i >= wanted) break;
-            i32 x = i32(across ? first + i : k), y = i32(across ? k : first + i);
-            if (parts == 1) ptx::load_box(to + i * line_bytes, map, barrier, x, y);
-            else ptx::load_box_to((1 << parts) - 1, to + i * line_bytes, map, barrier, x, y);
+            load(to + i * line_bytes, i32(across ? first + i : k), i32(across ? k : first + i));
         }
     }
     static MK_DEVICE u32 bytes_of(u32 wanted) { return across ? wanted * line_bytes : bytes; }
@@ -86,6 +87,65 @@ struct Panel {
         return ptx::operand_descriptor(ptx::shared_address(from), box_bytes);
     }
 };
+
+// The lines of a panel of A that are rows which lie apart: eight copiers have one, 16 bytes each.
+template <class T, u32 extent>
+class Gathered {
+public:
+    MK_DEVICE Gathered() : line_(threadIdx.x % copiers / pieces), at_(threadIdx.x % pieces * 16) {}
+
+    // From now on, those of a tile; lines beyond its rows are left as they are.
+    MK_DEVICE void look_up(const ListedRows& rows, i64 count) {
+        MK_UNROLL
+        for (u32 i = 0; i < own; ++i) {
+            const u32 line = line_ + i * together;
+            from_[i] = line < count ? rows.places[line] + at_ : nullptr;
+        }
+    }
+
+    // Copies `left` terms from k on, and zeros behind them.
+    MK_DEVICE void copy(u8* panel, i64 k, i64 left) const {
+        const i64 rest = left * i64(sizeof(T)) - at_;
+        const u32 bytes = rest < 0 ? 0 : rest < 16 ? u32(rest) : 16;
+        u8* to = panel + line_ * line_bytes + (at_ ^ line_ % 8 * 16);  // as tensor copies swizzle
+        MK_UNROLL
+        for (u32 i = 0; i < own; ++i)
+            if (from_[i]) ptx::copy_async(to + i * together * line_bytes, from_[i] + k * i64(sizeof(T)), bytes);
+    }
+
+private:
+    static constexpr u32 pieces = line_bytes / 16, together = copiers / pieces, own = extent / together;
+    static_assert(together % 8 == 0, "all lines of a copier are swizzled alike");
+
+    u32 line_, at_;
+    const u8* from_[own];
+};
+
+// How boxes of B come: of a matrix to all blocks of the cluster, of a stack from the one of the tile's source.
+MK_DEVICE const TensorMap& map_of(const Matrix& b) { return b.map; }
+MK_DEVICE const TensorMap& map_of(const MatrixStack& b) { return b.first.map; }
+MK_DEVICE void load_factor(const Matrix& b, const Tile&, void* to, u64* barrier, i32 x, i32 y) {
+    if (cluster == 1) ptx::load_box(to, &b.map, barrier, x, y);
+    else ptx::load_box_to((1 << cluster) - 1, to, &b.map, barrier, x, y);
+}
+MK_DEVICE void load_factor(const MatrixStack& b, const Tile& tile, void* to, u64* barrier, i32 x, i32 y) {
+    ptx::load_box(to, &b.first.map, barrier, x, y, i32(tile.source));
+}
+
+// Two columns that belong together are half a tile apart.
+template <class Factor>
+struct Sides {
+    static constexpr u32 count = 1;
+    static MK_DEVICE i64 apart(const Factor&) { return 0; }
+};
+template <>
+struct Sides<PairedStack> {
+    static constexpr u32 count = 2;
+    static MK_DEVICE i64 apart(const PairedStack& b) { return b.apart; }
+};
+
+template <class From> constexpr bool lies_apart = false;
+template <> constexpr bool lies_apart<ListedRows> = true;
 
 // 64 lines of 128 bytes, as they are staged: the 16 bytes that belong at place i of a line are at i ^ line % 8.
 template <class T>
@@ -99,7 +159,7 @@ struct Strip {
     MK_DEVICE bool in_words() const { return true; }
 };
 
-template <class T, class Schedule, class Sink>
+template <class T, class Schedule, class From, class Factor, class Sink>
 class Hopper {
 public:
     using Out = typename Sink::Type;
@@ -108,13 +168,17 @@ public:
     static constexpr u32 consumer_rows = rows / consumers, blocks = consumer_rows / strip_rows;
     static constexpr u32 strip_columns = line_bytes / sizeof(Out);
     static constexpr bool halves = Schedule::halving && columns % 128 == 0;  // narrow tiles take half the work
+    static constexpr bool gathers = lies_apart<From>;
+    static constexpr u32 sides = Sides<Factor>::count, side = columns / sides;
     using A = Panel<T, rows, MK_A_BY_COLUMNS, 1>;
-    using B = Panel<T, columns, !MK_B_BY_COLUMNS, cluster>;
+    using B = Panel<T, side, !MK_B_BY_COLUMNS, cluster>;
+    static_assert(cluster == 1 || !gathers, "only tensor copies reach a neighbour");
+    static_assert(sides == 1 || (!halves && side % strip_columns == 0), "a side is whole strips");
 
     // The block's dynamic shared memory. Barriers come in pairs: one says that a slot is full, one that it is free.
     struct alignas(128) Shared {
         u8 a[stages][A::bytes];
-        u8 b[stages][B::bytes];
+        u8 b[stages][sides * B::bytes];
         u8 staged[consumers][strips][strip_rows * line_bytes];
         u64 loaded[stages], used[stages];
         u64 ready[consumers][strips], stored[consumers][strips];
@@ -139,7 +203,7 @@ public:
     template <class Visit>
     static MK_DEVICE void each_barrier(Shared& shared, Visit visit) {
         for (u32 i = 0; i < stages; ++i) {
-            visit(&shared.loaded[i], 1);
+            visit(&shared.loaded[i], 1 + (gathers ? copiers : 0));
             visit(&shared.used[i], cluster * consumers * 4);  // each of their warps
         }
         for (u32 i = 0; i < consumers; ++i)
@@ -179,9 +243,52 @@ public:
         return {tile.source, part_of(tile.rows, consumer * consumer_rows, consumer_rows), tile.columns};
     }
 
+    static MK_DEVICE void load_b(Shared& shared, u32 slot, u32 rank, const Factor& b, const Tile& tile, i64 k) {
+        MK_UNROLL
+        for (u32 i = 0; i < sides; ++i)
+            B::load(
+                shared.b[slot] + i * B::bytes, rank, tile.columns.begin + i * Sides<Factor>::apart(b), k,
+                [&](u8* to, i32 x, i32 y) { load_factor(b, tile, to, &shared.loaded[slot], x, y); },
+                width(tile) / sides);
+    }
+    static MK_DEVICE u32 bytes_of_b(const Tile& tile) { return sides * B::bytes_of(width(tile) / sides); }
+
+    // All copiers call it. After a failure all goes on, with nothing in it.
+    template <class Source, class Gate>
+    static MK_DEVICE void gather(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
+                                 const Factor& b, const Gate& gate) {
+        const Agent alone = launch.agent().alone();
+        const bool leads = threadIdx.x == 0;
+        bool arrived = launch.live();
+        Gathered<T, rows> lines;
+        Turn<stages> turn;
+        if (leads) ptx::acquire_map(&map_of(b));
+        for (Tile tile : shared.schedule) {
+            for (Range piece : Blocks(depth, gate_k)) {
+                arrived = ptx::any_of_warps(1, copiers, leads && arrived && gate(alone, tile, piece));
+                if (!arrived && leads) fail(shared);
+                if (arrived && piece.begin == 0) lines.look_up(source(tile), tile.rows.size());
+#pragma unroll 1
+                for (i64 at = piece.begin; at < piece.end; at += k) {
+                    u64* loaded = &shared.loaded[turn.slot];
+                    ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
+                    if (leads && arrived) {
+                        ptx::arrive_expect(loaded, bytes_of_b(tile));
+                        load_b(shared, turn.slot, 0, b, tile, at);
+                    } else if (leads) {
+                        ptx::arrive(loaded);
+                    }
+                    if (arrived) lines.copy(shared.a[turn.slot], at, depth - at);
+                    ptx::arrive_when_copied(loaded);
+                    turn.advance();
+                }
+            }
+        }
+    }
+
     template <class Source, class Gate>
     static MK_DEVICE void produce(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
-                                  const Matrix& b, const Gate& gate) {
+                                  const Factor& b, const Gate& gate) {
         const Agent warp = launch.agent().warp();
         const bool leads = warp.lane() == 0;
         const u32 rank = cluster > 1 ? ptx::cluster_rank() : 0;
@@ -192,9 +299,8 @@ public:
             const Tile tile = share(whole);
             const Rows from = source(tile);
             const TensorMap* map = &from.matrix.map;
-            const u32 wanted = width(tile);
-            if (leads && !a_map) ptx::acquire_map(&b.map);
-            if (map != a_map && leads) ptx::acquire_map(map);
+            if (leads && !a_map) ptx::acquire_map(&map_of(b));
+            if (leads && map != a_map) ptx::acquire_map(map);
             a_map = map;
             for (Range piece : Blocks(depth, gate_k)) {
                 arrived = arrived && (tile.rows.size() <= 0 || gate(warp, tile, piece));
@@ -205,9 +311,10 @@ public:
                 for (i64 at = piece.begin; at < piece.end; at += k) {
                     u64* loaded = &shared.loaded[turn.slot];
                     ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
-                    ptx::arrive_expect(loaded, A::bytes + B::bytes_of(wanted));
-                    A::load(shared.a[turn.slot], 0, a_map, loaded, from.first, at);
-                    B::load(shared.b[turn.slot], rank, &b.map, loaded, tile.columns.begin, at, wanted);
+                    ptx::arrive_expect(loaded, A::bytes + bytes_of_b(tile));
+                    A::load(shared.a[turn.slot], 0, from.first, at,
+                            [&](u8* to, i32 x, i32 y) { ptx::load_box(to, a_map, loaded, x, y); });
+                    load_b(shared, turn.slot, rank, b, tile, at);
                     turn.advance();
                 }
             }
@@ -243,12 +350,12 @@ public:
                 multiply<columns / 2>(sums, shared, turn, panels, a_first, b_first, release);
 
             const bool failed = has_failed(shared), replaced = failed || panels == 0;
-            const Out replacement = failed ? not_a_number<Out>() : shared.sink.transform(0.0f);
+            const Out replacement = failed ? not_a_number<Out>() : result(shared.sink, 0.0f, 0.0f);
             MK_UNROLL
             for (u32 i = 0; i < blocks; ++i) {
                 ptx::results_are_there(sums[i]);
                 MK_UNROLL
-                for (u32 column = 0; column < columns; column += strip_columns) {
+                for (u32 column = 0; column < side; column += strip_columns) {
                     if (column >= wanted) break;
                     ptx::wait(&shared.stored[consumer][strip.slot], strip.parity ^ 1);
                     u8* to = shared.staged[consumer][strip.slot] + warp * 16 * line_bytes;
@@ -271,6 +378,7 @@ public:
 #pragma unroll 1
         for (u32 panel = 0; panel < panels; ++panel) {
             ptx::wait(&shared.loaded[turn.slot], turn.parity);
+            if (gathers) ptx::fence_shared_to_async();  // copiers write as threads do
             ptx::multiply_fence();
             MK_UNROLL
             for (u32 step = 0; step < k / 16; ++step)
@@ -279,7 +387,7 @@ public:
                     ptx::multiply<T, some, MK_A_BY_COLUMNS, !MK_B_BY_COLUMNS>(
                         reinterpret_cast<float(&)[some / 2]>(sums[i]),
                         a_first + (turn.slot * A::bytes + i * strip_rows * line_bytes + step * A::step) / 16,
-                        b_first + (turn.slot * B::bytes + step * B::step) / 16, panel > 0 || step > 0);
+                        b_first + (turn.slot * sides * B::bytes + step * B::step) / 16, panel > 0 || step > 0);
             ptx::multiply_commit();
             ptx::multiply_wait<1>();  // the panel before is through, this one goes on
             if (panel > 0) release(previous);
@@ -290,14 +398,19 @@ public:
         if (panels > 0) release(previous);
     }
 
+    // What the sink makes of a sum, or of two that belong together.
+    static MK_DEVICE Out result(const Sink& sink, float sum, float second) {
+        if constexpr (sides == 2) return sink.transform(sum, second);
+        else return sink.transform(sum);
+    }
+
     // A warp's 16 lines of a strip, from sums in the layout of matrix instructions. Tensor copies swizzle: the 16 bytes
     // that belong at place i of a line are at i ^ line % 8.
     static MK_DEVICE void stage(u8* lines, const float* sums, const Sink& sink) {
         const u32 lane = threadIdx.x % 32;
+        auto made = [&](u32 i) { return result(sink, sums[i], sums[sides == 2 ? side / 2 + i : i]); };
         if constexpr (sizeof(Out) == 2) {
-            auto pair = [&](u32 i) {
-                return u32(sink.transform(sums[i]).bits) | u32(sink.transform(sums[i + 1]).bits) << 16;
-            };
+            auto pair = [&](u32 i) { return u32(made(i).bits) | u32(made(i + 1).bits) << 16; };
             const u32 line = ptx::shared_address(lines) + lane % 16 * line_bytes;
             MK_UNROLL
             for (u32 i = 0; i < strip_columns / 16; ++i)
@@ -308,9 +421,8 @@ public:
             MK_UNROLL
             for (u32 i = 0; i < strip_columns / 8; ++i) {
                 u8* at = line + ((2 * i + lane % 4 / 2) ^ lane / 4) * 16;
-                *reinterpret_cast<float2*>(at) = {sink.transform(sums[4 * i]), sink.transform(sums[4 * i + 1])};
-                *reinterpret_cast<float2*>(at + 8 * line_bytes) = {sink.transform(sums[4 * i + 2]),
-                                                                   sink.transform(sums[4 * i + 3])};
+                *reinterpret_cast<float2*>(at) = {made(4 * i), made(4 * i + 1)};
+                *reinterpret_cast<float2*>(at + 8 * line_bytes) = {made(4 * i + 2), made(4 * i + 3)};
             }
         }
     }
@@ -339,7 +451,7 @@ public:
             if (idle(tile, consumer)) continue;
             Span stored(self, lane == 0, Traced::store, half(tile, consumer));
             const Tile part{tile.source, part_of(tile.rows, consumer * consumer_rows, consumer_rows), tile.columns};
-            const u32 across = width(tile) / strip_columns;
+            const u32 across = width(tile) / sides / strip_columns;
             const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
                              u32(ceil_div(part.columns.size(), strip_columns) - 1);
             if (!sink.begin(self, part)) fail(shared);
@@ -384,28 +496,39 @@ public:
 //              `halving`: whether there may be tiles of half as many columns
 //   shape.k    what the gate is asked for at a time: a multiple of 64
 //   source, b  are mapped: lines that are 16 bytes aligned: boxes of 64 contiguous elements by 64 lines, or
-//              (if k is contiguous) by all lines of Panel::part; swizzled by 128 bytes, zeros beyond the edges
+//              (if k is contiguous) by all lines of Panel::part; swizzled by 128 bytes, zeros beyond the edges. A stack is
+//              one array of three dimensions. Rows that lie apart have no map, but are 16 bytes aligned
 //   sink       map(piece, 64), by which a piece of a tile is stored at row first_row(piece): boxes of 128 bytes by 64 rows,
 //              swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows; pieces 64 rows of 128 bytes,
 //              which a warp delivers
-// May be called again and again. The gate is asked for this block's rows only, by warp 0.
-template <class T, class Schedule, class Source, class Gate, class Sink, class Meanwhile>
+// May be called again and again. The gate is asked for this block's rows only, by warp 0; where rows are gathered, by
+// thread 0.
+template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
-                    const Matrix& b, Gate gate, Sink sink, Meanwhile meanwhile) {
-    using Engine = Hopper<T, Schedule, Sink>;
+                    const Factor& b, Gate gate, Sink sink, Meanwhile meanwhile) {
+    using Engine = Hopper<T, Schedule, decltype(source(Tile{})), Factor, Sink>;
     static_assert(sizeof(T) == 2, "bfloat16 or float16");
     const Scratch scratch = launch.agent().scratch();
     auto& shared = *reinterpret_cast<typename Engine::Shared*>(scratch.data);
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
 
+    if constexpr (Engine::gathers) {  // what consumers have no use for is not to take registers from them
+        ptx::keep_in_memory(launch);
+        ptx::keep_in_memory(source);
+        ptx::keep_in_memory(gate);
+    }
     if (threadIdx.x == 0) Engine::init(shared, schedule, sink, launch.live());
     Engine::sync();
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers>();
-        if (warp == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
+        if constexpr (!Engine::gathers)
+            if (warp == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
         if (warp > 0 && warp <= consumers) Engine::store(shared, launch.as(launch.agent().warp()), warp - 1);
         const Scratch rest{scratch.data + sizeof(shared), scratch.bytes - sizeof(shared)};
-        if (warp == 1 + consumers && !meanwhile(launch.as(launch.agent().warp()), rest)) Engine::fail(shared);
+        if (warp == spare_warp && !meanwhile(launch.as(launch.agent().warp()), rest)) Engine::fail(shared);
+        if constexpr (Engine::gathers)
+            if ((warp == 0 || warp == spare_warp) && depth > 0)
+                Engine::gather(shared, launch, depth, shape.k, source, b, gate);
         __syncwarp();
         ptx::grow_registers<launch_registers>();  // what follows is written for all threads
     } else {
@@ -416,6 +539,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
     Engine::sync();  // no block leaves while its neighbour may still write to it
     if (threadIdx.x == 0) Engine::retire(shared);
     if (shared.failed) launch.drop();
+    __syncthreads();
 }
 
 }  // namespace engine

@@ -18,6 +18,7 @@ constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // agents that share a tile
 constexpr bool halves_tiles = false;
 constexpr bool has_time = false;  // meanwhile() is done before the tiles, not beside them
+constexpr bool pairs_columns = false;  // whether it takes a PairedStack
 constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
 
 // A part of a matrix.
@@ -84,7 +85,8 @@ MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64
 
 // Multiplies the tiles of a schedule, `depth` terms each.
 //   source(tile)             Rows or ListedRows: those of A
-//   b                        a Matrix, or a MatrixStack
+//   b                        a Matrix, or a MatrixStack; of an engine that pairs columns, also a PairedStack, whose sums go
+//                            to the sink as transform(sum, its partner)
 //   gate(agent, tile, panel) bool: that piece has arrived; false: the launch is to end
 //   sink                     transform(sum) -> Type, an element as it is staged. Then, for a tile or a part of one:
 //                            begin(launch, part), which may wait; deliver(launch, piece, staged) for all pieces of it, with

@@ -19,6 +19,7 @@ constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // blocks that share a tile
 constexpr bool halves_tiles = false;
 constexpr bool has_time = false;  // nobody does anything beside the tiles
+constexpr bool pairs_columns = false;
 constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
 constexpr u32 producers = loaders / warp_size, consumers = 8;
 
