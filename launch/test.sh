@@ -8,4 +8,5 @@ prepare test
 launcher --ranks 4 >/dev/null # the largest world that the tests start
 cd "$root"
 "$python" -m ruff check
-exec "$python" -m pytest "$@"
+# By a process for each core, to a limit: each starts up to 4 ranks. `-n 0`: by one only, as a debugger needs.
+exec "$python" -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"

@@ -22,7 +22,11 @@ _HEADERS = Path(__file__).parent / "emulation"
 AGENTS = 4
 """How many the pretended GPU runs at a time."""
 
-GPUS = {arch: Gpu(arch, AGENTS, size << 10) for arch, size in (("sm_80", 163), ("sm_90a", 227))}
+ENGINES = {
+    engine: Gpu(arch, AGENTS, size << 10)
+    for engine, arch, size in (("portable", "sm_80", 163), ("hopper", "sm_90a", 227))
+}
+"""A GPU for each."""
 
 
 @contextlib.contextmanager
@@ -39,7 +43,9 @@ def kernels(folder: Path):
     # Compiling takes longer than running.
     quickly = tuple(option.replace("-O2", "-O1") for option in compiler._HOST_OPTIONS)
     with pytest.MonkeyPatch.context() as patch, compiler.using_kernels(folder):
-        patch.setattr(compiler, "_HOST_OPTIONS", (*quickly, "-Wno-unknown-pragmas"))
+        # With that macro, of some systems, a jump to another stack counts as a fault.
+        options = (*quickly, "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
+        patch.setattr(compiler, "_HOST_OPTIONS", options)
         patch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: AGENTS)
         patch.setattr(HostTarget, "tensor_map", _tensor_map, raising=False)
         patch.setattr(HostTarget, "kernel", _kernel)
@@ -61,11 +67,23 @@ def _tensor_map(machine, address, dtype, extents, pitches, box):
     return (*words, *[0] * (16 - len(words)))
 
 
-def on_gpu(comm, gpu, seed, program):
-    """Run ``program(comm)`` as a rank that has such a GPU.
+@pytest.fixture
+def on(monkeypatch):
+    """Ranks of `worlds.run` get GPUs for an engine.
 
     Threads of a block take turns, and copies end early, in an order from the seed.
     """
-    comm.machine.gpu = gpu
-    worlds.chaos(comm, seed=seed)
-    return program(comm)
+    run = worlds.run
+
+    def use(engine, seed=1, **more):
+        def on_gpu(comm, program):
+            comm.machine.gpu = ENGINES[engine]
+            worlds.chaos(comm, seed=seed)
+            return program(comm)
+
+        def run_on_gpus(size, program, **options):
+            return run(size, on_gpu, program, **more, **options)
+
+        monkeypatch.setattr(worlds, "run", run_on_gpus)
+
+    return use

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from mkernel_cp import compiler
 
 TESTS = Path(__file__).parent
+SHARED_OUT = ("-n", str(os.cpu_count()), "--dist", "worksteal")  # among processes
 QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
 INTERLEAVINGS = ("test_interleavings.py",)
 FAILURES = ("test_failure.py",)
@@ -861,12 +863,14 @@ for name, (old, new, *tests) in {
     )
 
 
-def run(kernels: Path, tests: tuple[str, ...], cache: str) -> subprocess.CompletedProcess[str]:
+def run(
+    kernels: Path, tests: Iterable[str], cache: str, *options: str
+) -> subprocess.CompletedProcess[str]:
     """Run tests on a folder of kernels."""
     return subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--timeout", "120"),
-            *("-p", "no:cacheprovider", "--kernels", str(kernels)),
+            *("-p", "no:cacheprovider", "--kernels", str(kernels), *options),
             *(str(TESTS / name) for name in tests),
         ],
         cwd=TESTS.parent,
@@ -874,6 +878,12 @@ def run(kernels: Path, tests: tuple[str, ...], cache: str) -> subprocess.Complet
         capture_output=True,
         text=True,
     )
+
+
+def watchers(names: Iterable[str]) -> list[str]:
+    """Return all tests that are to notice some mutants, each once."""
+    tests = {test for name in names for test in MUTANTS[name].tests}
+    return sorted(test for test in tests if test.split("::")[0] not in tests - {test})
 
 
 def break_one(name: str, folder: Path) -> None:
@@ -916,13 +926,11 @@ def main() -> int:
         for number, name in enumerate(names):
             folders[name] = Path(scratch) / str(number)
             break_one(name, folders[name])
-        # One at a time: some look at the clock.
-        for tests in dict.fromkeys(MUTANTS[name].tests for name in names):
-            result = run(compiler.kernels_dir(), tests, cache)
-            if result.returncode:
-                print(result.stdout[-4000:], result.stderr[-2000:])
-                print(f"the original kernels fail {' '.join(tests)}: nothing can be learnt")
-                return 1
+        result = run(compiler.kernels_dir(), watchers(names), cache, *SHARED_OUT)
+        if result.returncode:
+            print(result.stdout[-4000:], result.stderr[-2000:])
+            print("the original kernels fail: nothing can be learnt")
+            return 1
         survivors = 0
         for caught, text in pool.map(lambda name: judge(name, folders[name], cache), names):
             survivors += not caught

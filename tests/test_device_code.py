@@ -1,11 +1,10 @@
 """The kernels are device code: NVRTC takes them, and what comes out spills no registers."""
 
+import functools
 import itertools
-import os
 import re
 import shutil
 import struct
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -61,30 +60,20 @@ VARIANTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def built(kernels):
-    """Per (kernel, architecture, macros): a compilation that has begun."""
-    # NVRTC takes programs from several threads, and lets go of the interpreter's lock.
-    pool = ThreadPoolExecutor(os.cpu_count())
-    yield {
-        (name, architecture, macros): pool.submit(
-            compile_kernel, name, architecture, MACROS[macros]
-        )
-        for name, architecture, macros in VARIANTS
-    }
-    pool.shutdown(cancel_futures=True)
-
-
 def compile_kernel(name, architecture, defines):
     """Return the cubin of a kernel (None if it does not compile) and the log."""
-    options = [
+    options = (
         "-std=c++17",
         f"-I{compiler.include_dir()}",
         f"--gpu-architecture={architecture}",
         "--ptxas-options=-v",
         *(f"-D{macro}={value}" for macro, value in defines.items()),
-    ]
-    return compiler.nvrtc_compile(compiler.kernel_source(name), options)
+    )
+    return _compiled(compiler.kernel_source(name), options)
+
+
+# Several tests look at the same kernel.
+_compiled = functools.cache(compiler.nvrtc_compile)
 
 
 def complaint(cubin, log, entry, architecture="sm_90a", *, traced=False, limit=None):
@@ -109,10 +98,18 @@ def complaint(cubin, log, entry, architecture="sm_90a", *, traced=False, limit=N
 
 
 @pytest.mark.parametrize(("name", "architecture", "macros"), VARIANTS)
-def test_compiles_as_device_code_without_spills(built, name, architecture, macros):
-    cubin, log = built[name, architecture, macros].result()
+def test_compiles_as_device_code_without_spills(name, architecture, macros):
+    cubin, log = compile_kernel(name, architecture, MACROS[macros])
     found = complaint(cubin, log, name, architecture)
     assert found is None, found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS[:1])
+def test_macros_choose_the_types_and_none_means_bfloat16(name, architecture):
+    cubins = {word: compile_kernel(name, architecture, MACROS[word])[0] for word in MACROS}
+    assert cubins.pop("plain") == cubins["bfloat16-bfloat16"]
+    assert len(set(cubins.values())) == len(TYPES)
 
 
 def hopper(types, cluster):
@@ -269,14 +266,6 @@ def test_the_clocks_kernel_compiles():
     assert found is None, found
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", KERNELS[:1])
-def test_macros_choose_the_types_and_none_means_bfloat16(built, name, architecture):
-    cubins = {macros: built[name, architecture, macros].result()[0] for macros in MACROS}
-    assert cubins.pop("plain") == cubins["bfloat16-bfloat16"]
-    assert len(set(cubins.values())) == len(TYPES)
-
-
 def test_a_faulty_kernel_is_noticed(tmp_path):
     """The checks themselves: an error, a spill and a missing entry point are seen."""
     (tmp_path / "include" / "mkernel").mkdir(parents=True)
@@ -296,9 +285,9 @@ def test_a_faulty_kernel_is_noticed(tmp_path):
         "spills registers": spill,
     }
     with compiler.using_kernels(tmp_path):
-        for text, body in texts.items():
-            (tmp_path / "fault.cu").write_text(body)
-            found = complaint(*compile_kernel("fault", "sm_80", {}), "fault")
+        for number, (text, body) in enumerate(texts.items()):
+            (tmp_path / f"fault{number}.cu").write_text(body)
+            found = complaint(*compile_kernel(f"fault{number}", "sm_80", {}), "fault")
             assert found is not None, text
             assert text in found
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import test_ring_attention as shared
 import worlds
+from emulated import ENGINES
 from test_ring_attention import AttentionCase, counts_in
 
 import mkernel_cp as mk
 
-ENGINES = {"portable": "sm_80", "hopper": "sm_90a"}
+on = emulated.on
 SPLIT = mk.Options((1, 2))
 
 
@@ -20,24 +21,6 @@ SPLIT = mk.Options((1, 2))
 def compiled(kernels, tmp_path_factory):
     with emulated.kernels(tmp_path_factory.mktemp("emulated") / "kernels"):
         yield
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """Ranks of `worlds.run` get GPUs for an engine."""
-    run = worlds.run
-
-    def use(engine, seed=1):
-        gpu = emulated.GPUS[ENGINES[engine]]
-        monkeypatch.setattr(
-            worlds,
-            "run",
-            lambda size, program, **options: run(
-                size, emulated.on_gpu, gpu, seed, program, **options
-            ),
-        )
-
-    return use
 
 
 CASES = {
@@ -155,7 +138,7 @@ def test_what_does_not_arrive_leaves_nan(engine):
 
     def main(mpi):
         comm = mk.Communicator(mpi, entry_timeout=1)
-        comm.machine.gpu = emulated.GPUS[ENGINES[engine]]
+        comm.machine.gpu = ENGINES[engine]
         x = np.ones((1, 40, 1, 8), "bfloat16")
         out, lse = np.zeros_like(x), np.zeros((1, 1, 40), np.float32)
         asked = {"causal": True, "return_lse": True, "options": SPLIT}

@@ -1,7 +1,6 @@
 """The operators on experts for GPUs, where there is no GPU."""
 
 import contextlib
-import functools
 import threading
 
 import emulated
@@ -16,6 +15,8 @@ from routing import ExpertCase, ids_of, tokens_of, weights_of
 import mkernel_cp as mk
 from mkernel_cp import plan as plans
 
+on = emulated.on
+
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(kernels, tmp_path_factory):
@@ -28,23 +29,9 @@ def compiled(kernels, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def on(monkeypatch):
-    """Ranks of `worlds.run` get GPUs: those of one kind, or of another that a test asks for.
-
-    They are slow, and no deadline is to end what they do.
-    """
-    run = functools.partial(worlds.run, progress_timeout=0)
-
-    def use(arch):
-        gpu = emulated.GPUS[arch]
-        monkeypatch.setattr(
-            worlds,
-            "run",
-            lambda size, program, **options: run(size, emulated.on_gpu, gpu, 1, program, **options),
-        )
-
-    use("sm_80")
-    return use
+def gpus(on):
+    """They are slow, and no deadline is to end what they do."""
+    on("portable", progress_timeout=0)
 
 
 def case(name, tokens, h, n, experts, slots, routing, activation=None, columns=0):
@@ -110,13 +97,13 @@ def test_rows_are_gathered(on, case, order):
                 dispatch.assert_right(comm, case, seed, rows, layout)
                 assert (rows[int(layout.count) :] == 7).all()
 
-    on("sm_90a")
+    on("hopper", progress_timeout=0)
     worlds.run(case.world, program)
 
 
-@pytest.mark.parametrize("arch", emulated.GPUS)
-def test_layer_equals_reference(on, arch):
-    on(arch)
+@pytest.mark.parametrize("engine", emulated.ENGINES)
+def test_layer_equals_reference(on, engine):
+    on(engine, progress_timeout=0)
     layer.test_equals_reference(case("tails", (50, 33), 104, 72, 5, 3, "zipf", "swiglu", 80))
 
 
@@ -133,7 +120,7 @@ def test_what_does_not_arrive_leaves_nan():
 
     def main(mpi, name):
         comm = mk.Communicator(mpi, progress_timeout=0)
-        comm.machine.gpu = emulated.GPUS["sm_90a"]
+        comm.machine.gpu = emulated.ENGINES["hopper"]
         rows, layout = mk.moe_dispatch_gemm(tokens, ids, factors, comm=comm)
         out = np.zeros_like(rows if name == "dispatch" else rows[:10])
         calls = {
@@ -149,12 +136,13 @@ def test_what_does_not_arrive_leaves_nan():
         }
         calls[name]()
         out[...] = 0
-        comm._world.entry_timeout_ns = 300_000_000
+        comm._world.entry_timeout_ns = 1_000_000_000
         try:
             if comm.rank == 1:
                 ended.wait(60)
                 comm.synchronize()
             else:
+                begun.wait(60)  # neither is to time out before the other has called
                 calls[name]()
         except mk.TimeoutError:
             if comm.rank != 1:
@@ -166,7 +154,7 @@ def test_what_does_not_arrive_leaves_nan():
         raise AssertionError("no rank ends well")
 
     for name in ("dispatch", "combine", "layer"):
-        ended = threading.Barrier(3)
+        begun, ended = threading.Barrier(2), threading.Barrier(3)
         for rank, out, count in mk.LocalWorld(3).run(main, name):
             if rank == 1:
                 assert (out == 0).all()

@@ -9,13 +9,14 @@ import pytest
 import test_allgather_gemm as gather
 import test_reductions as sums
 import worlds
+from emulated import ENGINES
 from shapes import Case, ReductionCase
 
 import mkernel_cp as mk
 from mkernel_cp import plan as plans
 
-ENGINES = {"portable": "sm_80", "hopper": "sm_90a"}
-# Of those of hopper: a small one, quick here, and one of two blocks that load for each other.
+on = emulated.on
+# Of the tiles of hopper: a small one, quick here, and one of two blocks that load for each other.
 NARROW, WIDE, PAIR = (128, 64, 1, 1.0), (128, 128, 1, 0.1), (256, 256, 2, 0.1)
 
 
@@ -27,24 +28,6 @@ def compiled(kernels, tmp_path_factory):
     ):
         patch.setattr(plans, "_HOPPER_TILES", (NARROW, WIDE, PAIR))
         yield
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """Ranks of `worlds.run` get GPUs for an engine."""
-    run = worlds.run
-
-    def use(engine, seed=1):
-        gpu = emulated.GPUS[ENGINES[engine]]
-        monkeypatch.setattr(
-            worlds,
-            "run",
-            lambda size, program, **options: run(
-                size, emulated.on_gpu, gpu, seed, program, **options
-            ),
-        )
-
-    return use
 
 
 def gathered(name, counts, k, columns, dtype="float16", out="", **orders):
@@ -154,7 +137,7 @@ def test_what_does_not_arrive_leaves_nan(operator, engine):
 
     def main(mpi):
         comm = mk.Communicator(mpi, entry_timeout=0.5)
-        comm.machine.gpu = emulated.GPUS[ENGINES[engine]]
+        comm.machine.gpu = ENGINES[engine]
         a, b = np.ones((40, 64), np.float16), np.ones((64, 40), np.float16)
         out = kind(a, b, comm=comm)
         out[...] = 0

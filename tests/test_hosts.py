@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from worlds import all_are
 
 import mkernel_cp as mk
 from mkernel_cp import mirrors
@@ -49,13 +50,6 @@ def within(mpi, program):
         result = program(comm)
         comm.barrier()
         return result
-
-
-def all_are(results, kind, *texts):
-    assert {type(result) for result in results} == {kind}, results
-    assert len({str(result) for result in results}) == 1, results
-    for text in texts:
-        assert text in str(results[0])
 
 
 @pytest.mark.parametrize(

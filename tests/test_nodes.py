@@ -15,6 +15,7 @@ from launcher import mpirun
 from shapes import cases, operands
 from test_processes import mishap
 from test_reductions import CLASSES, call, call_case, share
+from worlds import all_are
 
 import mkernel_cp as mk
 from mkernel_cp import errors
@@ -326,13 +327,6 @@ def outcomes(size, program, **options):
             return error
 
     return mk.LocalWorld(size).run(main)
-
-
-def all_are(results, kind, *texts):
-    assert {type(result) for result in results} == {kind}, results
-    assert len({str(result) for result in results}) == 1, results
-    for text in texts:
-        assert text in str(results[0])
 
 
 @pytest.mark.parametrize(

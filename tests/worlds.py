@@ -151,6 +151,14 @@ def chaos(comm, *, seed, lanes=1, delay_ns=(0, 0)):
     comm.hooks.seed, comm.hooks.lanes, comm.hooks.delay_ns = seed, lanes, delay_ns
 
 
+def all_are(results, kind, *texts):
+    """Check that all ranks have raised one error, in the same words, with these among them."""
+    assert {type(result) for result in results} == {kind}, results
+    assert len({str(result) for result in results}) == 1, results
+    for text in texts:
+        assert text in str(results[0])
+
+
 def row_counts(case: Case):
     """What a caller passes for a case: None where that says the same."""
     return None if case.equal_rows else case.row_counts

@@ -12,6 +12,8 @@
 #undef Transfer
 #undef pause
 
+#include <setjmp.h>
+
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -123,9 +125,10 @@ private:
 };
 
 struct Thread {
-    ucontext_t context;
+    ucontext_t start;
+    jmp_buf place;  // where it goes on
     std::unique_ptr<char[]> stack;
-    bool done = false;
+    bool begun = false, done = false;
     Groups copies, products, reads, stores;  // into shared memory; of a warpgroup; out of shared memory, in two steps
 };
 
@@ -172,11 +175,11 @@ public:
         for (u32 i = 0; i < threads_.size(); ++i) {
             Thread& thread = threads_[i];
             thread.stack.reset(new char[stack_bytes]);
-            getcontext(&thread.context);
-            thread.context.uc_stack.ss_sp = thread.stack.get();
-            thread.context.uc_stack.ss_size = stack_bytes;
-            thread.context.uc_link = nullptr;
-            makecontext(&thread.context, enter, 0);
+            getcontext(&thread.start);
+            thread.start.uc_stack.ss_sp = thread.stack.get();
+            thread.start.uc_stack.ss_size = stack_bytes;
+            thread.start.uc_link = nullptr;
+            makecontext(&thread.start, enter, 0);
         }
         u64 idle = 0;
         for (u64 left = threads_.size(); left > 0;) {
@@ -184,7 +187,7 @@ public:
             const u32 warp = random(u32(warps_.size()));
             for (thread_ = warp * 32; thread_ < warp * 32 + 32; ++thread_) {
                 if (threads_[thread_].done) continue;
-                swapcontext(&scheduler_, &threads_[thread_].context);
+                go_on(threads_[thread_]);
                 if (threads_[thread_].done) --left, ++events_;
             }
             idle = events_ == before ? idle + 1 : 0;
@@ -306,7 +309,16 @@ private:
         work();
         ++events_;
     }
-    void yield() { swapcontext(&own().context, &scheduler_); }
+    // Not by swapcontext, which asks the system for the signal mask at every turn.
+    void go_on(Thread& thread) {
+        if (_setjmp(scheduler_)) return;
+        if (thread.begun) _longjmp(thread.place, 1);
+        thread.begun = true;
+        setcontext(&thread.start);
+    }
+    void yield() {
+        if (_setjmp(own().place) == 0) _longjmp(scheduler_, 1);
+    }
 
     std::vector<Thread> threads_;
     std::vector<Warp> warps_;
@@ -314,7 +326,7 @@ private:
     std::shared_ptr<Cluster> cluster_;
     Meeting all_, named_[16];
     std::vector<Work> under_way_, late_;
-    ucontext_t scheduler_;
+    jmp_buf scheduler_;
     Work body_;
     std::unique_ptr<u8[]> memory_;
     u8* shared_;
