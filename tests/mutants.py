@@ -571,7 +571,7 @@ MUTANTS = {
     ),
     "network: what is given back": Mutant(
         "native/network.cpp",
-        "if (flushed_ && now() - flushed_ > patience_ns)",
+        "if (doubt_.since && now() - doubt_.since > patience_ns)",
         "if (false)",
         NETWORK,
     ),

@@ -92,7 +92,7 @@ private:
     static constexpr u64 flights = 1024;  // commands whose bytes have not been read yet, at most
     static constexpr int batch = 16;
     static constexpr u64 awake_ns = 2000 * nanoseconds_per_microsecond;
-    static constexpr u64 patience_ns = 200000 * nanoseconds_per_microsecond;
+    static constexpr u64 patience_ns = 1000000 * nanoseconds_per_microsecond;
     static constexpr u32 chunk_bits = 28;
 
     struct Flight {
@@ -105,18 +105,12 @@ private:
         while (!stop_) {
             bool busy = false;
             try {
-                if (!failed_) busy = post_some();
+                if (!failed_ && !doubt_.since) busy = post_some();
                 busy = complete_some() || busy;
-                if (flushed_ && now() - flushed_ > patience_ns) fail(flushed_card_, shared_.rank, IBV_WC_WR_FLUSH_ERR, 0);
             } catch (const std::exception& problem) {
-                const size_t card = working_;
-                try {
-                    complete_some();  // a request is refused, too, once another has failed: that one says why
-                } catch (const std::exception&) {
-                }
-                fail(card, shared_.rank, IBV_WC_GENERAL_ERR, 0);
-                fprintf(stderr, "mkernel_cp: rank %llu, network: %s\n", shared_.rank, problem.what());
+                suspect(working_, IBV_WC_GENERAL_ERR, problem.what());
             }
+            if (doubt_.since && now() - doubt_.since > patience_ns) fail(doubt_.card, shared_.rank, doubt_.status, 0);
             if (busy) last = now();
             else if (now() - last < awake_ns) sched_yield();
             else {
@@ -201,10 +195,10 @@ private:
         const u64 count = std::min({left, room, u64(batch)});
         if (count == 0) return false;
         const u32 imm = htonl(u32(order.generation & 15) << chunk_bits | u32(order.chunk));
-        if (order.card->efa) post_srd(order, count, imm);
-        else post_rc(order, count, imm);
         *order.lane->under_way += u32(count);
         flight(order.number).left += count;
+        if (order.card->efa) post_srd(order, count, imm);
+        else post_rc(order, count, imm);
         order.posted += count;
         if (order.posted == order.lines + immediates) {
             landed(order.number);
@@ -294,11 +288,8 @@ private:
         if (!receive && lane) --*lane->under_way;
         if (failed_) return;
         if (done.status != IBV_WC_SUCCESS) {
-            // What a queue pair that failed gives back says nothing; why it failed is told here or by the peer, or, where
-            // the card itself has gone, by nobody.
-            if (done.status == IBV_WC_WR_FLUSH_ERR) {
-                if (!flushed_) flushed_ = now(), flushed_card_ = index;
-            } else
+            if (done.status == IBV_WC_WR_FLUSH_ERR) suspect(index, done.status, "");
+            else
                 fail(index, receive ? shared_.rank : flight(done.wr_id).peer, done.status, done.vendor_err);
         } else if (receive) {
             card.post_receives(lane->qp, 1);
@@ -324,6 +315,12 @@ private:
 
     // --- failure ------------------------------------------------------------------------------------------------------
 
+    // What a queue pair that failed gives back, or refuses to take, says nothing; why it failed is told here or by the peer,
+    // or, where the card itself has gone, by nobody: then this.
+    void suspect(size_t card, ibv_wc_status status, const char* problem) {
+        if (!doubt_.since) doubt_ = {now(), card, status, problem};
+    }
+
     // The record first, then the abort words of all ranks. `peer`: this rank, where it is not known.
     void fail(size_t index, u64 peer, ibv_wc_status status, u64 detail) {
         if (failed_) return;
@@ -335,6 +332,8 @@ private:
         record.index = status;
         record.peer = peer;
         record.seen = detail;
+        if (peer == shared_.rank && !doubt_.problem.empty())
+            fprintf(stderr, "mkernel_cp: rank %llu, network: %s\n", shared_.rank, doubt_.problem.c_str());
         snprintf(reinterpret_cast<char*>(own->card), sizeof own->card, "%s", cards_[index]->name.c_str());
         store_release<Scope::system>(&record.written, 1);
         for (u64 i = 0; i < shared_.size; ++i) {
@@ -357,8 +356,12 @@ private:
     std::thread thread_;
     std::atomic<bool> stop_{false};
     bool failed_ = false;
-    u64 flushed_ = 0;  // when something was given back first
-    size_t flushed_card_ = 0;
+    struct {
+        u64 since;  // when something was given back or refused first
+        size_t card;
+        ibv_wc_status status;
+        std::string problem;
+    } doubt_{};
     size_t working_ = 0;  // the card that was used last
     Order order_;
     u64 sent_ = 0;
