@@ -104,12 +104,8 @@ private:
         u64 last = now();
         while (!stop_) {
             bool busy = false;
-            try {
-                if (!failed_ && !doubt_.since) busy = post_some();
-                busy = complete_some() || busy;
-            } catch (const std::exception& problem) {
-                suspect(working_, IBV_WC_GENERAL_ERR, problem.what());
-            }
+            if (!failed_ && !doubt_.since) trying(working_, [&] { busy = post_some(); });
+            busy = complete_some() || busy;
             if (doubt_.since && now() - doubt_.since > patience_ns) fail(doubt_.card, shared_.rank, doubt_.status, 0);
             if (busy) last = now();
             else if (now() - last < awake_ns) sched_yield();
@@ -272,11 +268,10 @@ private:
         bool busy = false;
         for (size_t i = 0; i < cards_.size(); ++i) {
             Card& card = *cards_[i];
-            working_ = i;
             ibv_wc done[batch];
             const int count = card.context->ops.poll_cq(card.cq, batch, done);
             if (count < 0) fail(i, shared_.rank, IBV_WC_GENERAL_ERR, 0);
-            for (int j = 0; j < count; ++j) complete(i, card, done[j]);
+            for (int j = 0; j < count; ++j) trying(i, [&] { complete(i, card, done[j]); });
             busy = busy || count > 0;
         }
         return busy;
@@ -321,6 +316,15 @@ private:
         if (!doubt_.since) doubt_ = {now(), card, status, problem};
     }
 
+    template <class Work>
+    void trying(const size_t& card, Work work) {
+        try {
+            work();
+        } catch (const std::exception& problem) {
+            suspect(card, IBV_WC_GENERAL_ERR, problem.what());
+        }
+    }
+
     // The record first, then the abort words of all ranks. `peer`: this rank, where it is not known.
     void fail(size_t index, u64 peer, ibv_wc_status status, u64 detail) {
         if (failed_) return;
@@ -362,7 +366,7 @@ private:
         ibv_wc_status status;
         std::string problem;
     } doubt_{};
-    size_t working_ = 0;  // the card that was used last
+    size_t working_ = 0;  // the card that was asked to send last
     Order order_;
     u64 sent_ = 0;
     Flight flights_[flights]{};
