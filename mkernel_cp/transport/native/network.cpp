@@ -16,7 +16,8 @@ struct Shared {
     CommandQueue* queue;
     u64 rank;
     u64 size;
-    u64* arrived;    // signals: [rank] for letters, [rank] for receipts, and then [chunk]
+    u64* arrived;    // signals: [rank] for letters, [rank] for receipts, and then [chunk]; behind them counts
+    u64 counted;     // the first of these
     u64 arrivals;    // so many words
     Letter* letters;  // [generation % 2][rank] of peers
     HostPage** pages;
@@ -146,7 +147,7 @@ private:
         const Command* command = reader_->next();
         if (!command) return false;
         const u64 number = reader_->taken() + 1;
-        if (Ask(command->kind_and_lines >> 32) == Ask::enter) {
+        if (kind_of(*command) == Ask::enter) {
             generation_ = command->generation;
             writes_ = reinterpret_cast<const u64*>(command->from);
             chunks_ = command->line_bytes;
@@ -156,21 +157,20 @@ private:
             publish();
             return true;
         }
+        const Write write = unpacked(*command);
         Order order;
         order.number = number;
-        order.peer = command->peer_and_chunk >> 32, order.chunk = command->peer_and_chunk & 0xffffffff;
-        order.generation = command->generation;
-        order.lines = command->kind_and_lines & 0xffffffff, order.line_bytes = command->line_bytes;
-        order.from_pitch = command->pitches >> 32, order.to_pitch = command->pitches & 0xffffffff;
-        const u64 from = command->from, to = command->to;
+        order.peer = write.peer, order.chunk = write.chunk, order.generation = command->generation;
+        order.lines = write.lines, order.line_bytes = write.line_bytes;
+        order.from_pitch = write.from_pitch, order.to_pitch = write.to_pitch;
         reader_->take();
         // Lines without gaps are one write.
         if (order.to_pitch == order.line_bytes && order.from_pitch == order.line_bytes) order.line_bytes *= order.lines, order.lines = 1;
         std::lock_guard<std::mutex> lock(mutex_);
         const size_t index = order.chunk % cards_.size();
-        const Region& source = own_.at(from >> 48);
-        const Region& target = theirs_.at(order.peer << 16 | to >> 48);
-        order.from = source.address + (from & 0xffffffffffff), order.to = target.address + (to & 0xffffffffffff);
+        const Region& source = own_.at(write.from.region);
+        const Region& target = theirs_.at(order.peer << 16 | write.to.region);
+        order.from = source.address + write.from.offset, order.to = target.address + write.to.offset;
         order.local_key = source.here[index]->lkey, order.remote_key = u32(target.there[index]);
         order.card_index = index, order.card = cards_[index].get();
         std::vector<Lane>& lanes = order.card->lanes(unsigned(order.peer));
@@ -296,6 +296,8 @@ private:
     // A chunk is there when all its writes are, in whatever order they came.
     void arrive(size_t index, u32 imm) {
         const u64 place = imm & ((u32(1) << chunk_bits) - 1), bits = imm >> chunk_bits;
+        if (place >= shared_.counted && place < shared_.arrivals)
+            return store_release<Scope::system>(&shared_.arrived[place], shared_.arrived[place] + 1);
         u64 generation = generation_;
         if (place < shared_.size) {
             generation = shared_.letters[bits % 2 * shared_.size + place].generation;
