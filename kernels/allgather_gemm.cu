@@ -50,9 +50,9 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
 
     if (launch.is(Role::mover) && !launch.by_warps(bring_rows)) launch.drop();
     if (several_nodes && launch.is(Role::inter_send))
-        Internode<Type>(launch, plan.landing, together).send(p.message);
+        launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, together).send(p.message); });
     if (several_nodes && launch.is(Role::inter_receive))
-        Internode<Type>(launch, plan.landing, together).receive(plan.digest);
+        launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, together).receive(plan.digest); });
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);

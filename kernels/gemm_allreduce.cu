@@ -48,11 +48,16 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     using Nodes = NodeSums<SumType, PartialType>;
 
     if (launch.is(Role::mover)) greet(launch), collect(launch);
-    if (several_nodes && launch.is(Role::inter_reduce)) Nodes(launch, reduction).add_and_send(plan.stripe);
+    if (several_nodes && launch.is(Role::inter_reduce))
+        launch.apart([&](Launch& self) { Nodes(self, reduction).add_and_send(plan.stripe); });
     if (several_nodes && launch.is(Role::inter_send))
-        Nodes(launch, reduction).send(p.message, [&](Nodes& self) { self.send_totals<OutType>(plan); });
+        launch.apart([&](Launch& self) {
+            Nodes(self, reduction).send(p.message, [&](Nodes& nodes) { nodes.send_totals<OutType>(plan); });
+        });
     if (several_nodes && launch.is(Role::inter_receive))
-        Nodes(launch, reduction).receive([&](Nodes& self) { self.pass_on_totals<OutType>(plan); });
+        launch.apart([&](Launch& self) {
+            Nodes(self, reduction).receive([&](Nodes& nodes) { nodes.pass_on_totals<OutType>(plan); });
+        });
 
     if (launch.is(Role::compute)) {
         const bool moves = reduction.split.movers == 0;

@@ -39,9 +39,12 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     using Nodes = NodeSums<SumType, PartialType>;
 
     if (launch.is(Role::mover)) greet(launch);
-    if (several_nodes && launch.is(Role::inter_reduce)) Nodes(launch, plan).add_and_send(RingTiles::one_stripe);
-    if (several_nodes && launch.is(Role::inter_send)) Nodes(launch, plan).send(p.message, [](Nodes&) {});
-    if (several_nodes && launch.is(Role::inter_receive)) Nodes(launch, plan).receive([](Nodes&) {});
+    if (several_nodes && launch.is(Role::inter_reduce))
+        launch.apart([&](Launch& self) { Nodes(self, plan).add_and_send(RingTiles::one_stripe); });
+    if (several_nodes && launch.is(Role::inter_send))
+        launch.apart([&](Launch& self) { Nodes(self, plan).send(p.message, [](Nodes&) {}); });
+    if (several_nodes && launch.is(Role::inter_receive))
+        launch.apart([&](Launch& self) { Nodes(self, plan).receive([](Nodes&) {}); });
 
     if (launch.is(Role::compute)) {
         const RingTiles own_rows_last(rows_of_all(launch, plan, plan.tile, true), {1, size + 1},

@@ -46,6 +46,7 @@ from .watcher import Watcher
 logger = logging.getLogger("mkernel_cp")
 
 _HEAP_GRAIN = 1 << 21
+_STAGING_AGENTS = 2  # as Stager::agents
 _WORD_SECONDS = 1.0  # that another rank may take to tell of a failure
 _SILENCE_SECONDS = 2.0  # of a watcher, that mean nothing yet on a busy machine
 
@@ -257,11 +258,6 @@ class Communicator:
                 "ranks that are threads share no GPU: use target='host' for them, or start "
                 "processes with mpirun"
             )
-        if self.target == "cuda" and len(nodes) > 1:
-            raise errors.ConfigurationError(
-                f"nodes of {list(nodes)} ranks with GPUs: there is no network path for them yet; "
-                "use target='host', or run all ranks on one host, without nodes= or MKERNEL_NODES"
-            )
         self.node, self.num_nodes = self.topology.node, len(nodes)
         self.local_rank, self.local_size = self.topology.local_rank, self.topology.local_size
         self._network: Any = None
@@ -269,10 +265,10 @@ class Communicator:
 
     def _choose_machine(self, device: int | None, oversubscribe: bool) -> None:
         self._links = self._linked(self._hosts[self.rank])
-        if self.num_nodes > 1:
+        if self.target == "cuda":
+            self._machine = cuda.CudaTarget(self.mpi, self.topology, device, oversubscribe)
+        elif self.num_nodes > 1:
             self._machine = HostTarget(self._linked(self.node))
-        elif self.target == "cuda":
-            self._machine = cuda.CudaTarget(self.mpi, device, oversubscribe)
         else:
             self._machine = HostTarget(self._links)
         self.device = self._machine.device
@@ -352,7 +348,8 @@ class Communicator:
     def _share_tuning(self) -> None:
         """Take the choices that rank 0 knows of, so that all have the same."""
         card = tuning.card_of(self.device)
-        known = self._together(lambda: self.rank == 0 and tuning.load(card, self.size))
+        measured = self.rank == 0 and self.num_nodes == 1  # all of it on one node
+        known = self._together(lambda: tuning.load(card, self.size) if measured else [])
         self.tuning = tuning.Table(self.mpi.allgather(known)[0])
 
     def _make_world(self) -> None:
@@ -386,7 +383,7 @@ class Communicator:
     def _add_segments(self, segments: list[Segment]) -> int:
         number = self._segments.add(segments)
         self._tell_segments()
-        if self._network is not None:
+        if self._network is not None and not self._network.staged:
             own, register = segments[self.rank], self._network.register
             self._network.learn(
                 number,
@@ -429,7 +426,7 @@ class Communicator:
         """Connect with the ranks of other nodes that this one exchanges data with."""
         asked = self._asked
         self._network = self._end.network = connect(
-            *(self.topology, self._hosts, self._page_addresses, self._machine.place()),
+            *(self.topology, self._hosts, [page.address for page in self._pages], self._machine),
             *(asked["transport"], self._nics, asked["fabric"]),
             *(self._together, self.mpi.allgather),
         )
@@ -678,7 +675,7 @@ class Communicator:
         if any(self.agree("whether graphs hold memory", lambda: self._machine.captured)):
             return False
         unused = self._segments.remove(number)
-        if self._network is not None:
+        if self._network is not None and not self._network.staged:
             self._network.unregister(number)
         self.agree("to let go of memory", lambda: self._machine.unmap(unused))
         self._machine.discard(unused[self.rank])
@@ -816,7 +813,13 @@ class Communicator:
                 self._world.delay_ns[role] = delay
             self._world.delay_seed = self.hooks.seed * self.size + self.rank
             self._world_constant.update()
+        agents += self.staging_agents
         return kernel.request(params, agents, self.hooks.lanes, shared_bytes, self._lane_seed())
+
+    @property
+    def staging_agents(self) -> int:
+        """Agents that each launch has beside those of its plan: what they do no kernel knows of."""
+        return _STAGING_AGENTS if self._network is not None and self._network.staged else 0
 
     def _lane_seed(self) -> int:
         if not self.hooks.seed:

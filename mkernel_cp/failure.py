@@ -32,6 +32,9 @@ class Role(enum.IntEnum):
     INTER_SEND = 2
     INTER_RECEIVE = 3
     INTER_REDUCE = 4
+    STAGE_OUT = 5
+    STAGE_IN = 6
+    NONE = 7
     HOST = 15
 
 
@@ -52,6 +55,7 @@ class Awaited(enum.IntEnum):
     SENT = 12
     NETWORK = 13
     RECEIPT = 14
+    SLOT = 16
 
 
 class Problem(enum.IntEnum):
@@ -76,6 +80,7 @@ _AWAITED = {
     Awaited.SENT: "the network to have sent command {index}",
     Awaited.NETWORK: "chunk {index}, which {peer} sends over the network",
     Awaited.RECEIPT: "the receipt of rank {index} for what was sent to it",
+    Awaited.SLOT: "room for what is sent to rank {index}, which has yet to take out more",
 }
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -28,6 +28,9 @@ _CHUNKS = 1024  # or more, if they are large
 _CHUNK_LINE, _CHUNK_LINES = 2048, 32  # bytes of a line of a chunk, and at most so many lines
 # Of the first word of a rank to another node.
 LETTER_BYTES = 64
+# Where data pass through slots of host memory: in a slot, before them, and of a word that tells
+# that it is free.
+SLOT_BYTES, PARCEL_BYTES, CREDIT_BYTES = 1 << 16, 64, 8
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,12 @@ def type_defines(
         "MK_OUT_TYPE": cpp_type(out_dtype),
     }
     return defines | ({"MK_TRANSFER_TYPE": cpp_type(transfer_dtype)} if transfer_dtype else {})
+
+
+def parcels(lines: int, nbytes: int) -> int:
+    """Return in how many slots so many lines go, of so many bytes each."""
+    width = min(nbytes, SLOT_BYTES)
+    return -(-lines // (SLOT_BYTES // width)) * -(-nbytes // width) if lines * nbytes else 0
 
 
 @dataclass(frozen=True)
@@ -651,6 +660,9 @@ class GemmPlan(PlanFile):
         Whether operands are rounded as they are multiplied.
     nodes : tuple of int
         Ranks of each node.
+    staged : bool
+        Whether what goes between them passes through slots of host memory on its way, as network
+        cards do not reach the memory of kernels.
     """
 
     rank: int
@@ -667,6 +679,7 @@ class GemmPlan(PlanFile):
     shared_bytes: int
     tf32: bool
     nodes: tuple[int, ...]
+    staged: bool
 
     @property
     def m(self) -> int:
@@ -680,8 +693,8 @@ class GemmPlan(PlanFile):
 
     @property
     def network_agents(self) -> int:
-        """Agents that serve the network."""
-        return 2 if len(self.nodes) > 1 else 0
+        """Agents that serve the network, beside those that add."""
+        return _network_agents(self.nodes, self.cluster, sum(self.split[2:]))
 
     @property
     def topology(self) -> Topology:
@@ -694,6 +707,10 @@ class GemmPlan(PlanFile):
         topology = self.topology
         return (len(topology.gateways) + len(topology.sources)) * LETTER_BYTES
 
+    def _staging_bytes(self, sent: int, received: int) -> int:
+        """Bytes that slots add to what this rank sends, for so many sent and received by it."""
+        return self.staged * (PARCEL_BYTES * sent + CREDIT_BYTES * received)
+
     def _between_nodes(self, receivers: list[int]) -> tuple[str, ...]:
         """Return what leaves the node for some ranks, in words."""
         if len(self.nodes) == 1:
@@ -701,7 +718,7 @@ class GemmPlan(PlanFile):
         ranks = f"rank{'s' * (len(receivers) > 1)} {', '.join(map(str, receivers)) or 'none'}"
         return (
             f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
-            f"{ranks}",
+            f"{ranks}{', through slots of host memory' if self.staged else ''}",
         )
 
     def _heading(self) -> tuple[str, str]:
@@ -776,22 +793,36 @@ class AllGatherGemmPlan(GemmPlan):
     @property
     def bytes_to_network(self) -> int:
         """Bytes that this rank sends to other nodes in one call: its rows once to each, letters."""
-        return len(self.topology.gateways) * self.row_bytes(self.rank) + self._letter_bytes
+        topology = self.topology
+        sent = len(topology.gateways) * self._parcels(self.rank)
+        received = sum(map(self._parcels, topology.sources))
+        rows = len(topology.gateways) * self.row_bytes(self.rank)
+        return rows + self._letter_bytes + self._staging_bytes(sent, received)
+
+    def _lines(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Give the lines of each chunk of a rank's rows, and the bytes of one.
+
+        Lines without gaps are one.
+        """
+        rows = self.row_counts[rank]
+        for row in range(0, rows, self.chunk[0]):
+            for k in range(0, self.k, self.chunk[1]):
+                shape = min(self.chunk[0], rows - row), min(self.chunk[1], self.k - k)
+                lines, run = shape[::-1] if self.by_columns else shape
+                nbytes = run * self.dtype.itemsize
+                yield (1, lines * nbytes) if nbytes == self.pitch(rank) else (lines, nbytes)
+
+    def _parcels(self, rank: int) -> int:
+        """Return in how many slots the rows of a rank leave it, to one node."""
+        return sum(parcels(*lines) for lines in self._lines(rank))
 
     def writes(self, transport: str) -> list[int]:
         """Return in how many writes each chunk of all ranks comes over the network.
 
-        Lines without gaps are one; else, on EFA, each line has an immediate of its own.
+        On EFA, each line has an immediate of its own.
         """
-        result: list[int] = []
-        for rank, rows in enumerate(self.row_counts):
-            for row in range(0, rows, self.chunk[0]):
-                for k in range(0, self.k, self.chunk[1]):
-                    shape = min(self.chunk[0], rows - row), min(self.chunk[1], self.k - k)
-                    lines, run = shape[::-1] if self.by_columns else shape
-                    whole = run * self.dtype.itemsize == self.pitch(rank)
-                    result.append(1 if whole or transport != "efa" else lines)
-        return result
+        every = (lines for rank in range(len(self.row_counts)) for lines in self._lines(rank))
+        return [count if transport == "efa" else 1 for count, _ in every]
 
     @property
     def options(self) -> Options:
@@ -887,7 +918,19 @@ class GemmReduceScatterPlan(GemmPlan):
     @property
     def bytes_to_network(self) -> int:
         """Bytes that this rank sends to other nodes in one call: its node's sums, letters."""
-        return self.sum_bytes(self.topology.sources, self.transfer_dtype) + self._letter_bytes
+        sources, dtype = self.topology.sources, self.transfer_dtype
+        sent = sum(self._parcels(rank, dtype) for rank in sources)
+        received = len(self.topology.gateways) * self._parcels(self.rank, dtype)
+        slots = self._staging_bytes(sent, received)
+        return self.sum_bytes(sources, dtype) + self._letter_bytes + slots
+
+    def _parcels(self, rank: int, dtype: np.dtype) -> int:
+        """Return in how many slots sums of a rank's rows leave another one."""
+        rows, columns = (
+            [min(step, extent - begin) for begin in range(0, extent, step)]
+            for extent, step in zip((self.row_counts[rank], self.n), self.part, strict=True)
+        )
+        return sum(parcels(1, high * wide * dtype.itemsize) for high in rows for wide in columns)
 
     @property
     def options(self) -> Options:
@@ -949,8 +992,11 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
     @property
     def bytes_to_network(self) -> int:
         """Bytes that this rank sends to other nodes in one call: also the sums of its rows."""
-        once = self.sum_bytes((self.rank,), self.out_dtype)
-        return super().bytes_to_network + len(self.topology.gateways) * once
+        topology, dtype = self.topology, self.out_dtype
+        nodes, once = len(topology.gateways), self.sum_bytes((self.rank,), dtype)
+        sent = nodes * self._parcels(self.rank, dtype)
+        received = sum(self._parcels(rank, dtype) for rank in topology.sources)
+        return super().bytes_to_network + nodes * once + self._staging_bytes(sent, received)
 
     @property
     def receivers(self) -> list[int]:
@@ -1048,6 +1094,7 @@ def plan_allgather_gemm(
     gpu: Gpu | None = None,
     capacity: int = 0,
     nodes: tuple[int, ...] | None = None,
+    staged: bool = False,
 ) -> AllGatherGemmPlan:
     """Choose a plan: for a GPU that runs `capacity` agents at a time, or for the host target.
 
@@ -1061,6 +1108,8 @@ def plan_allgather_gemm(
     tiles = sum(tile_counts(row_counts, n, chosen.tile))
     chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
     ranks = len(row_counts)
+    nodes = nodes or (ranks,)
+    capacity -= _network_agents(nodes, chosen.cluster)
     split = choose_split(chosen, ranks, tiles, min(_MOVERS, chunks), options, capacity)
     return AllGatherGemmPlan(
         rank=rank,
@@ -1078,11 +1127,17 @@ def plan_allgather_gemm(
         chunk=chunk,
         phase_k=_phase_k(k, chunk[1], tiles * chosen.cluster <= split[1]),
         whole_tiles=tiles - _halved(tiles, chosen, split[1]),
-        nodes=nodes or (ranks,),
+        nodes=nodes,
+        staged=staged,
         split=split,
         shared_bytes=chosen.shared_bytes(dtype, out_dtype),
         tf32=options.tf32,
     )
+
+
+def _network_agents(nodes: tuple[int, ...], cluster: int, adding: int = 0) -> int:
+    """Return how many agents serve the network, beside some that add: whole clusters with them."""
+    return 0 if len(nodes) == 1 else round_up(adding + 2, cluster) - adding
 
 
 def _halved(tiles: int, chosen: HostTile | PortableTile | HopperTile, agents: int) -> int:
@@ -1214,8 +1269,8 @@ def whole_groups(tile: Any) -> Any:
     return replace(tile, tile=(rows, round_up(columns, _GROUP), k))
 
 
-# Movers that store the sums of gemm_allreduce on a GPU.
-_COLLECTORS = 8
+# Movers that store the sums of gemm_allreduce on a GPU, and agents that add what leaves a node.
+_COLLECTORS, _ADDERS = 8, 4
 _MOST_STRIPES = 4
 
 
@@ -1233,6 +1288,7 @@ def plan_reduction(
     options: Options,
     capacity: int = 0,
     nodes: tuple[int, ...] | None = None,
+    staged: bool = False,
 ) -> GemmReduceScatterPlan:
     """Choose a plan of a kind, for the tile and the form that the ranks have agreed on.
 
@@ -1244,8 +1300,12 @@ def plan_reduction(
     tiles = sum(tile_counts(tiled, n, chosen.tile))
     whole = kind is GemmAllReducePlan
     movers = _COLLECTORS if whole and not one_shot else 1
-    split: tuple[int, ...] = choose_split(chosen, ranks, tiles, movers, options, capacity)
     nodes, more = nodes or (ranks,), {}
+    adding: tuple[int, ...] = ()
+    if len(nodes) > 1:
+        adding = (options.split or ())[2:] or (1 if chosen.engine == "host" else _ADDERS,)
+        capacity -= adding[0] + _network_agents(nodes, chosen.cluster, *adding)
+    split = (*choose_split(chosen, ranks, tiles, movers, options, capacity), *adding)
     if whole:
         more["one_shot"] = one_shot
         across, waves = math.ceil(n / chosen.tile[1]), tiles * chosen.cluster // (2 * split[1])
@@ -1263,10 +1323,11 @@ def plan_reduction(
         engine=chosen.engine,
         tile=chosen.tile,
         cluster=chosen.cluster,
-        split=split if len(nodes) == 1 else (*split, *((options.split or ())[2:] or (1,))),
+        split=split,
         shared_bytes=chosen.shared_bytes(dtype, accumulator_dtype(dtype)),
         tf32=options.tf32,
         nodes=nodes,
+        staged=staged,
         part=chosen.part,
         piece_columns=chosen.piece_columns(dtype),
         zones=reduction_zones(

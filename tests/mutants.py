@@ -63,12 +63,28 @@ LAYER = tuple(
 NETWORK = ("test_channel.py", "test_network.py")
 NODE_RACES = ("test_thread_sanitizer.py::test_ranks_as_threads_do_not_race[node_threads.py]",)
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
+STAGED = ("test_staging.py::test_calls_and_replays_with_late_ranks_and_roles",)
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
 EMULATED_DISPATCH = ("test_emulated_experts.py::test_dispatch_equals_reference",)
 EMULATED_GATHER = ("test_emulated_experts.py::test_rows_are_gathered",)
 EMULATED_LAYER = ("test_emulated_experts.py::test_layer_equals_reference",)
+
+
+# What staging.cuh does with a slot that has arrived.
+COPIED = (
+    "        const Completed copied = copy(launch_.agent(), to, from, i64(parcel.lines), "
+    "i64(parcel.line_bytes)).complete();\n        if (leads()) link.received = received + 1;\n"
+)
+RAISED = (
+    "        if (parcel.last) "
+    "launch_.template raise<Scope::system>(&network_.arrived[parcel.chunk], 1, copied);\n"
+)
+CREDITED = (
+    "        post(link.rank, arrival(link.number_there) + slots, 0, sizeof(Parcel), sizeof(u64), "
+    "copied);"
+)
 
 
 class Mutant(NamedTuple):
@@ -587,12 +603,15 @@ MUTANTS = {
         H + "engine/hopper.cuh", "sides == 2 ? side / 2 + i : i", "i", EMULATED_LAYER
     ),
     "queue: room": Mutant(
-        H + "channel.cuh", "if (!await_slot()) return false;", "", ("test_channel.py",)
+        H + "channel.cuh",
+        "if (!await_slot(launch, queue, ticket)) return false;",
+        "",
+        ("test_channel.py",),
     ),
     "queue: commands in whole": Mutant(
         H + "channel.cuh",
-        "store_release<Scope::system>(&slot.number, last_);",
-        "store_relaxed(&slot.number, last_);",
+        "store_release<Scope::system>(&slot.number, ticket);",
+        "store_relaxed(&slot.number, ticket);",
         NODE_RACES,
     ),
     "network: counted": Mutant(
@@ -617,7 +636,7 @@ MUTANTS = {
     ),
     "network: what is given back": Mutant(
         "native/network.cpp",
-        "if (flushed_ && now() - flushed_ > patience_ns)",
+        "if (doubt_.since && now() - doubt_.since > patience_ns)",
         "if (false)",
         NETWORK,
     ),
@@ -633,6 +652,24 @@ MUTANTS = {
         "generation = shared_.letters[bits % 2 * shared_.size + place].generation;",
         "",
         NETWORK,
+    ),
+    "staging: a slot before it was sent": Mutant(
+        H + "staging.cuh", "if (!proxy_.flush(leads() ? *read_by : 0)) return false;", "", STAGED
+    ),
+    "staging: a slot that is not free yet": Mutant(
+        H + "staging.cuh", "await_credits(number, sent - slots + 1)", "true", STAGED
+    ),
+    "staging: the signal before the copy": Mutant(
+        H + "staging.cuh",
+        COPIED + RAISED,
+        RAISED.replace("copied", "Completed()") + COPIED,
+        STAGED,
+    ),
+    "staging: a credit before the copy": Mutant(
+        H + "staging.cuh",
+        COPIED + RAISED + CREDITED,
+        CREDITED.replace("copied", "Completed()") + COPIED + RAISED,
+        STAGED,
     ),
     "nodes: rows before the call": Mutant(
         H + "internode.cuh",

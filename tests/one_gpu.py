@@ -21,8 +21,8 @@ _registering = threading.Lock()
 class _Share(cuda.CudaTarget):
     """An equal part of the GPU's multiprocessors."""
 
-    def __init__(self, mpi):
-        super().__init__(mpi, 0, oversubscribe=True)
+    def __init__(self, mpi, topology):
+        super().__init__(mpi, topology, 0, oversubscribe=True)
         share = self.gpu.processors // mpi.Get_size()
         self.gpu = dataclasses.replace(self.gpu, processors=share)
         self._chain = cuda._Chain(self._cupy)  # launches of the ranks wait for each other
@@ -32,8 +32,8 @@ class _Share(cuda.CudaTarget):
 
     def open(self, segment, tickets, check):
         return [
-            segment if rank == self._rank else cuda.Segment(self._cupy, self._index, *ticket)
-            for rank, ticket in enumerate(tickets)
+            segment if rank == self._rank else cuda.Segment(self._cupy, self._index, *tickets[rank])
+            for rank in self._peers
         ]
 
     def map_pages(self, pages, nbytes):
@@ -78,7 +78,7 @@ class _Communicator(Communicator):
         self.target = "cuda"
         self._links = self.mpi.links()
         self._all_links = [self._links]
-        self._machine = _Share(self.mpi)
+        self._machine = _Share(self.mpi, self.topology)
         self.device = self._machine.device
 
 

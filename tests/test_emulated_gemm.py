@@ -14,6 +14,9 @@ from shapes import Case, ReductionCase
 
 import mkernel_cp as mk
 from mkernel_cp import plan as plans
+from mkernel_cp.host_kernel import HostKernel
+from mkernel_cp.targets.host import HostTarget
+from mkernel_cp.transport import staging
 
 on = emulated.on
 # Of the tiles of hopper: a small one, quick here, and one of two blocks that load for each other.
@@ -167,3 +170,28 @@ def test_what_does_not_arrive_leaves_nan(operator, engine):
             out = out[:40]
         assert ((out == 64) | np.isnan(out)).all()
         assert np.isnan(out).any() or operator == "allgather_gemm"
+
+
+@pytest.mark.parametrize(
+    ("engine", "operator"), [("hopper", "allgather_gemm"), ("portable", "gemm_allreduce")]
+)
+def test_between_nodes_through_host_memory(on, engine, operator, monkeypatch):
+    """As on GPUs that network cards do not reach; a rank is a gateway of two."""
+    monkeypatch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: 12)
+    monkeypatch.setattr(HostTarget, "reached_by_cards", False)
+    monkeypatch.setattr(plans, "SLOT_BYTES", 4096)
+    monkeypatch.setattr(staging, "SLOTS", 2)
+    rows = gathered("rows", (70, 33, 20), 72, (45, 130, 9))
+    half = "bfloat16"
+    terms = ReductionCase("sums", (31, 31, 31), 140, (30, 9, 70), half, half, transfer_dtype=half)
+
+    def program(comm):
+        for seed in (1, 2):
+            if operator == "allgather_gemm":
+                out, right = gather.call(comm, rows, seed), worlds.expected(rows, seed, comm.rank)
+            else:
+                out, right = sums.call_case(operator, comm, terms, seed)
+            right.assert_close(out)
+
+    on(engine)
+    worlds.run(3, program, nodes=(2, 1))

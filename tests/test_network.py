@@ -274,6 +274,20 @@ def test_an_error_completion_becomes_a_record_on_all_ranks(connect, transport, f
 
 @pytest.mark.software
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_failed_first_is_reported_and_not_that_more_is_refused_then(connect, transport):
+    for position in range(1, 11):
+        one, other = connect(transport, fault=f"error@{position}")
+        other.enter([1] * 200)
+        one.enter([])
+        for chunk in range(200):
+            one.write(1, chunk, chunk * 100, 1, 100, 100, 100)
+        assert one.await_failure() == (11, 1, TRANSPORTS[transport][0])
+        for rank in (one, other):
+            rank.network.close()  # else the next one's fault may strike what is left of it
+
+
+@pytest.mark.software
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_card_that_dies_says_no_more_than_that_it_gives_all_back(connect, transport):
     one, other = connect(transport, fault="dies@1")
     other.enter([1])

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from .. import settings
 from ..communicator import Communicator, extent
 from ..errors import Error
-from ..transport.check import exchange
+from ..transport.check import exchange, plain_network
 from .timing import Gate, interleaved_ms
 
 _PIECE = {"cuda": 128 << 20, "host": 1 << 20}
@@ -62,35 +63,33 @@ def link_rate(comm: Communicator, clock: Any, gate: Gate) -> float:
 def network_rate(comm: Communicator) -> float:
     """Return the bytes per second that leave every rank for other nodes when all send.
 
-    Collective; inf for one node. The best of several plain writes to the gateways.
+    Collective; inf for one node. The best of several plain writes to the gateways, in host memory.
     """
     if comm.num_nodes == 1:
         return math.inf
-    nbytes, where = _PIECE[comm.target], comm.topology
-    own = comm.asarray(np.full(nbytes, comm.rank + 1, np.uint8))
-    landing = comm.zeros((comm.size, nbytes), np.uint8)
-    source, target = (
-        (place.segment, place.offset)
-        for place in (comm.segments.locate(*extent(array)) for array in (own, landing))
+    nbytes, where, network = _PIECE[comm.target], comm.topology, comm.network
+    data = np.zeros((comm.size + 1, nbytes), np.uint8)  # of each rank, and what this one sends
+    data[comm.size] = comm.rank + 1
+    sends = dict.fromkeys(
+        where.gateways, ((0, comm.size * nbytes), (0, comm.rank * nbytes), nbytes)
     )
-    there = comm.agree("where plain writes go", lambda: target)
-    sends = {
-        peer: (source, (there[peer][0], there[peer][1] + comm.rank * nbytes), nbytes)
-        for peer in where.gateways
-    }
+    fabric = settings.fabric() or settings.SoftFabric() if network.software else None
     rates = []
-    for _ in range(_TIMES):
-        landing[:] = 0
-        comm.barrier()
-        _, seconds = exchange(
-            *(comm.network, where, comm.generation, sends),
-            *(comm.barrier, lambda: comm.closed),
-        )
-        wrong = [rank for rank in where.sources if (landing[rank] != rank + 1).any()]
-        found = comm.agree("what came over the network", lambda s=seconds, w=wrong: (s, w))
-        if any(wrong for _, wrong in found):
-            raise Error(f"plain writes over the network did not come: {[bad for _, bad in found]}")
-        rates.append(len(where.gateways) * nbytes / max(seconds for seconds, _ in found))
+    with plain_network(comm.mpi, where, data, network.transport, network.cards, fabric) as (
+        nodes,
+        pages,
+    ):
+        for generation in range(1, 1 + _TIMES):
+            data[: comm.size] = 0
+            _, seconds = exchange(
+                *(nodes, where, generation, sends),
+                *(comm.barrier, lambda: comm.closed or bool(pages[comm.rank].words.abort)),
+            )
+            wrong = [rank for rank in where.sources if (data[rank] != rank + 1).any()]
+            found = comm.agree("what came over the network", lambda s=seconds, w=wrong: (s, w))
+            if any(wrong for _, wrong in found):
+                raise Error(f"plain writes over the network did not come: {[w for _, w in found]}")
+            rates.append(len(where.gateways) * nbytes / max(seconds for seconds, _ in found))
     return max(rates)
 
 

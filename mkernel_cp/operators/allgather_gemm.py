@@ -164,6 +164,7 @@ class AllGatherGemm(GemmOperator):
         return plans.plan_allgather_gemm(
             *(comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype, spec.out_dtype),
             *(self._a_by_columns, spec.options, comm.machine.gpu, capacity, comm.topology.sizes),
+            comm.staging_agents > 0,
         )
 
     def _constants(self, arena: Arena, base: int) -> Any:

@@ -153,6 +153,7 @@ class GemmOperator(abc.ABC):
             capacity = self._kernel.capacity(
                 self._tile.shared_bytes(spec.dtype, self._staged_dtype()), spec.options.sm_budget
             )
+            capacity -= comm.staging_agents
         self.plan = self._make_plan(capacity)
         self._bind(comm.arena)
 

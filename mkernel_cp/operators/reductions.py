@@ -80,7 +80,7 @@ class ReductionOperator(GemmOperator):
         return plans.plan_reduction(
             *(self.plan_type, self._comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
             *(spec.out_dtype, spec.transfer_dtype, *agreed, spec.options, capacity),
-            self._comm.topology.sizes,
+            *(self._comm.topology.sizes, self._comm.staging_agents > 0),
         )
 
     def _choose_tile(self) -> Any:

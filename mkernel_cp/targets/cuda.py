@@ -8,6 +8,7 @@ import copy
 import ctypes
 import glob
 import importlib
+import mmap
 import time
 import types
 import weakref
@@ -20,6 +21,7 @@ import numpy as np
 from .. import compiler, errors, kernel, plan
 from ..host_pages import HostPage, SignalPage
 from ..memory import round_up
+from ..topology import Topology
 from ..transport import devices
 from .host import address_of
 
@@ -68,7 +70,8 @@ class CudaTarget:
     Parameters
     ----------
     mpi : mpi4py.MPI.Comm
-        The ranks; all on one node.
+        The ranks.
+    topology : Topology
     device : int or None
         This rank's GPU as CUDA counts; None: by rank. It becomes the current device.
     oversubscribe : bool
@@ -76,9 +79,10 @@ class CudaTarget:
     """
 
     name = "cuda"
+    reached_by_cards = False
 
-    def __init__(self, mpi: Any, device: int | None, oversubscribe: bool):
-        self._rank = mpi.Get_rank()
+    def __init__(self, mpi: Any, topology: Topology, device: int | None, oversubscribe: bool):
+        self._rank, self._peers = topology.rank, topology.peers
         answer: _Survey | Exception
         try:
             self._cupy, self._driver = _libraries()
@@ -90,7 +94,7 @@ class CudaTarget:
             if isinstance(survey, Exception):
                 raise type(survey)(f"rank {rank}: {survey}")
         _refuse_shared_gpus(surveys, oversubscribe)
-        _refuse_missing_links(surveys)
+        _refuse_missing_links(surveys, topology)
         own = surveys[self._rank]
         self._index, self.gpu = own.index, own.gpu
         self.device = f"cuda:{own.index} ({own.name})"
@@ -149,9 +153,10 @@ class CudaTarget:
     def open(
         self, segment: "Segment", tickets: list[Any], check: Callable[[int], None]
     ) -> list["Segment"]:
-        """Return every rank's segment, mapped here."""
+        """Return every node peer's segment, mapped here."""
         segments = []
-        for rank, (handle, nbytes) in enumerate(tickets):
+        for rank in self._peers:
+            handle, nbytes = tickets[rank]
             if rank == self._rank:
                 segments.append(segment)
                 continue
@@ -187,19 +192,24 @@ class CudaTarget:
     def map_pages(self, pages: Sequence[HostPage], nbytes: int) -> list[int]:
         """Return where kernels find pages of host memory."""
         self._pages = pages
-        addresses = []
-        for page in pages:
-            portable_and_mapped = 3
-            _check(
-                self._driver,
-                self._driver.cuMemHostRegister(page.address, nbytes, portable_and_mapped),
+        return [self._map(page.address, nbytes) for page in pages]
+
+    def _map(self, address: int, nbytes: int) -> int:
+        """Return where kernels find host memory, which must be whole pages."""
+        driver, portable_and_mapped = self._driver, 3
+        _check(driver, driver.cuMemHostRegister(address, nbytes, portable_and_mapped))
+        self._registered.append(address)
+        return int(*_check(driver, driver.cuMemHostGetDevicePointer(address, 0)))
+
+    def pin(self, array: np.ndarray) -> None:
+        """Let kernels use host memory, whole pages of it, at its address here."""
+        here = array.ctypes.data
+        there = self._map(here, round_up(array.nbytes, mmap.PAGESIZE))
+        if there != here:
+            raise errors.ConfigurationError(
+                f"{self.device} has another address for memory of the host than this process, "
+                "which the network between nodes cannot do with: use one node"
             )
-            self._registered.append(page.address)
-            (address,) = _check(
-                self._driver, self._driver.cuMemHostGetDevicePointer(page.address, 0)
-            )
-            addresses.append(int(address))
-        return addresses
 
     def write_words(self, addresses: Sequence[int], values: Sequence[int]) -> None:
         """Write words of kernels' memory, here or at a peer."""
@@ -878,12 +888,12 @@ def _refuse_shared_gpus(surveys: Sequence[_Survey], oversubscribe: bool) -> None
         )
 
 
-def _refuse_missing_links(surveys: Sequence[_Survey]) -> None:
+def _refuse_missing_links(surveys: Sequence[_Survey], topology: Topology) -> None:
     missing = [
         (a, b)
         for a, one in enumerate(surveys)
         for b, other in enumerate(surveys)
-        if not one.reaches.get(other.uuid, True)
+        if topology.node_of(a) == topology.node_of(b) and not one.reaches.get(other.uuid, True)
     ]
     if missing:
         raise errors.ConfigurationError(

@@ -36,6 +36,7 @@ class HostTarget:
     gpu: plan.Gpu | None = None
     shared = False  # several ranks have one GPU
     capturing = captured = False  # a graph: now; ever
+    reached_by_cards = True  # of the network: what kernels read and write
 
     def __init__(self, links: Any):
         self._links = links
@@ -79,6 +80,9 @@ class HostTarget:
     def map_pages(self, pages: Sequence[HostPage], nbytes: int) -> list[int]:
         """Return where kernels find pages of host memory, each of so many bytes."""
         return [page.address for page in pages]
+
+    def pin(self, array: np.ndarray) -> None:
+        """Let kernels use host memory, whole pages of it, at its address here."""
 
     def write_words(self, addresses: Sequence[int], values: Sequence[int]) -> None:
         """Write words of kernels' memory, here or at a peer."""

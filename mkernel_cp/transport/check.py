@@ -1,7 +1,8 @@
 """Plain writes over the network, without any kernel: whether all ranks reach each other."""
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,8 +11,8 @@ from .. import errors, failure, settings
 from ..construction import host_of, together
 from ..host_pages import HostPage
 from ..memory import Segment
+from ..targets.host import HostTarget
 from ..topology import Topology
-from . import devices
 from .setup import Nodes, connect
 
 _SECONDS = 10.0
@@ -49,19 +50,11 @@ def every_pair(mpi: Any) -> list[Outcome]:
     making one does.
     """
     rank, size = mpi.Get_rank(), mpi.Get_size()
-    hosts = mpi.allgather(host_of(mpi))
-    pages = [HostPage(Segment.create(HostPage.nbytes())) for _ in range(size)]
     where = Topology(rank, (1,) * size)
-    nodes = connect(
-        *(where, hosts, [page.address for page in pages]),
-        *(devices.of_process(), settings.transport(), settings.nics(), settings.fabric()),
-        *(lambda step: together(mpi, step), mpi.allgather),
-    )
-    try:
-        data = np.zeros((size + 1, _WORDS), np.uint64)  # of each rank, and what this one sends
-        data[size] = _pattern(rank)
-        own = data.ctypes.data, data.nbytes
-        nodes.learn(0, mpi.allgather(together(mpi, lambda: nodes.register(0, *own))))
+    data = np.zeros((size + 1, _WORDS), np.uint64)  # of each rank, and what this one sends
+    data[size] = _pattern(rank)
+    asked = settings.transport(), settings.nics(), settings.fabric()
+    with plain_network(mpi, where, data, *asked) as (nodes, pages):
         row = data[0].nbytes
         sends = dict.fromkeys(where.gateways, ((0, size * row), (0, rank * row), row))
         failed = pages[rank].words
@@ -74,6 +67,28 @@ def every_pair(mpi: Any) -> list[Outcome]:
         problem = _problem(rank, pages[rank])
         result = Outcome(nodes.transport, nodes.cards, nodes.software, silent, wrong, problem)
         return mpi.allgather(result)
+
+
+@contextlib.contextmanager
+def plain_network(
+    mpi: Any,
+    where: Topology,
+    data: np.ndarray,
+    transport: str,
+    nics: Sequence[str] | None,
+    fabric: settings.SoftFabric | None,
+) -> Iterator[tuple[Nodes, list[HostPage]]]:
+    """Give a network that no kernel uses, to write from and to `data`, its region 0. Collective."""
+    pages = [HostPage(Segment.create(HostPage.nbytes())) for _ in range(where.size)]
+    nodes = connect(
+        *(where, mpi.allgather(host_of(mpi)), [page.address for page in pages]),
+        *(HostTarget(None), transport, nics, fabric),
+        *(lambda step: together(mpi, step), mpi.allgather),
+    )
+    try:
+        own = data.ctypes.data, data.nbytes
+        nodes.learn(0, mpi.allgather(together(mpi, lambda: nodes.register(0, *own))))
+        yield nodes, pages
     finally:
         nodes.close()
 

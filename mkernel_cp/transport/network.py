@@ -48,7 +48,7 @@ class _Shared(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_uint64)
-        for name in ("queue", "rank", "size", "arrived", "arrivals", "letters", "pages")
+        for name in ("queue", "rank", "size", "arrived", "counted", "arrivals", "letters", "pages")
     )
 
 
@@ -85,13 +85,18 @@ class Network:
     cards : sequence of str
     software : bool
         Whether the cards are made of software.
+    counts : int
+        Kinds of arrivals that are counted.
 
     Attributes
     ----------
     queue : CommandQueue
-        What kernels put their commands in.
+        What it is asked for.
     arrived : numpy.ndarray
-        A signal per rank for its letter, one per rank for its receipt, and then one per chunk.
+        A signal per rank for its letter, one per rank for its receipt, and then one per chunk;
+        behind them counts.
+    counted : int
+        The first of these.
     letters : numpy.ndarray
         Bytes of ``Letter`` structs: that of this rank, then two of each rank, by generation, and
         one that nobody reads, and a blank one.
@@ -112,6 +117,7 @@ class Network:
         transport: str,
         cards: Sequence[str],
         software: bool,
+        counts: int = 0,
     ):
         self._native = compiler.host_library(compiler.native_dir() / "network.cpp")
         self._native.network_address_bytes.restype = ctypes.c_uint64
@@ -129,7 +135,8 @@ class Network:
             *map(ctypes.c_uint64, (transport == "efa", _QUEUE_PAIRS, len(links))),
         )
         self.queue = CommandQueue()
-        self.arrived = np.zeros(2 * size + MOST_CHUNKS, np.uint64)
+        self.counted = 2 * size + MOST_CHUNKS
+        self.arrived = lines(-(-(self.counted + counts) // 8)).reshape(-1)
         letter = ctypes.sizeof(structs.shared().Letter)
         self._raw_letters = lines((3 + 2 * size) * letter // 64)
         self.letters = self._raw_letters.view(np.uint8).reshape(-1, letter)
@@ -139,7 +146,8 @@ class Network:
             rank=rank,
             size=size,
             arrived=self.arrived.ctypes.data,
-            arrivals=len(self.arrived),
+            counted=self.counted,
+            arrivals=self.counted + counts,
             letters=self.letters[1:].ctypes.data,
             pages=self._pages.ctypes.data,
         )
@@ -236,6 +244,10 @@ class Network:
             for card in range(len(self.cards))
         )
         return tuple(map(sum, zip(*map(soft.counters, contexts), strict=True)))
+
+    def shared(self) -> list[np.ndarray]:
+        """Return the host memory that kernels use, too."""
+        return [self.queue.slots, self.queue.counts, self.arrived, self._raw_letters]
 
     def close(self) -> None:
         """Stop the proxy and let go of the cards."""

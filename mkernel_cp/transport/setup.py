@@ -1,6 +1,5 @@
 """How the ranks of different nodes are connected."""
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,10 @@ from .. import errors, settings, structs
 from ..topology import Topology
 from . import devices, soft
 from .network import LETTERS, Network, loads
+from .queue import lines
+from .staging import REGION, Staging
+
+_COMMANDS = 1024  # that kernels may have asked for before they wait
 
 
 class Nodes:
@@ -24,30 +27,48 @@ class Nodes:
     cards : tuple of str
     software : bool
         Whether its cards are made of software.
+    staged : bool
+        Whether these do not reach the memory of kernels, so that data go through slots of the host.
     """
 
-    def __init__(self, network: Network, topology: Topology):
-        self._network = network
-        self._arrays = {
-            name: np.array(getattr(topology, name), np.uint64)
-            for name in ("gateways", "sources", "links", "holders")
-        }
-        self._struct = structs.shared().Network(
-            queue=network.queue.struct,
-            gateway_count=len(topology.gateways),
-            source_count=len(topology.sources),
-            link_count=len(topology.links),
-            arrived=network.arrived.ctypes.data,
-            letters=network.letters.ctypes.data,
-            region=LETTERS,
-            node=topology.node,
-            **{name: array.ctypes.data for name, array in self._arrays.items()},
+    def __init__(self, network: Network, topology: Topology, machine: Any, staging: Staging | None):
+        self._network, self._staging = network, staging
+        self._constants: list[Any] = []
+
+        def constant(data: Any) -> int:
+            self._constants.append(machine.constant(data))
+            return self._constants[-1].address
+
+        for array in (*network.shared(), *([staging.memory] if staging else ())):
+            machine.pin(array)
+        queue, more = network.queue.struct, {}
+        if staging:
+            arrived = network.arrived[network.counted :].ctypes.data
+            slots = staging.struct(constant, network.queue, network.counted, arrived)
+            more["staging"] = constant(slots)
+            # What kernels ask for, others of their agents take: all of it is kernels' memory.
+            asked = (constant(lines(count)) for count in (_COMMANDS, 1, 1, 1, 1))
+            queue = structs.shared().CommandQueue(next(asked), _COMMANDS, *asked)
+        names = "gateways", "sources", "links", "holders"
+        self.address = constant(
+            structs.shared().Network(
+                queue=queue,
+                gateway_count=len(topology.gateways),
+                source_count=len(topology.sources),
+                link_count=len(topology.links),
+                arrived=network.arrived.ctypes.data,
+                letters=network.letters.ctypes.data,
+                region=LETTERS,
+                node=topology.node,
+                **{name: constant(np.array(getattr(topology, name), np.uint64)) for name in names},
+                **more,
+            )
         )
-        self.address = ctypes.addressof(self._struct)
         self.queue, self.arrived, self.cards = network.queue, network.arrived, network.cards
         self.register, self.learn = network.register, network.learn
         self.unregister, self.counters = network.unregister, network.counters
         self.transport, self.software = network.transport, network.software
+        self.staged = staging is not None
         self.close = network.close
 
 
@@ -55,7 +76,7 @@ def connect(
     topology: Topology,
     hosts: Sequence[int],
     pages: Sequence[int],
-    place: devices.Place,
+    machine: Any,
     transport: str,
     nics: Sequence[str] | None,
     fabric: settings.SoftFabric | None,
@@ -71,8 +92,7 @@ def connect(
         Per rank, a number for its host.
     pages : sequence of int
         Address of every rank's ``HostPage``.
-    place : devices.Place
-        Of this rank's GPU, or of its process.
+    machine : HostTarget or CudaTarget
     transport : {'auto', 'verbs', 'efa'}
     nics : sequence of str or None
         Names of network cards; None for those that are nearest.
@@ -85,7 +105,7 @@ def connect(
     ports = devices.ports()
     # On one host, cards that nobody named are used if they can be.
     wanted = nics is not None or (loads() and devices.may_open() and _fitting(ports, transport))
-    facts = allgather((ports, place, soft.reach(), bool(wanted)))
+    facts = allgather((ports, machine.place(), soft.reach(), bool(wanted)))
     real = len(set(hosts)) > 1 or any(wanted for *_, wanted in facts)
     software = fabric is not None or not real
     if software and len({reach for _, _, reach, _ in facts}) > 1:
@@ -118,12 +138,15 @@ def connect(
             "nics= or MKERNEL_NICS"
         )
     opened: list[Network] = []
+    staging = None if machine.reached_by_cards else Staging(topology)
 
     def start() -> None:
         if software:
             soft.configure(fabric or settings.SoftFabric())
         where = topology.rank, topology.size, topology.links, pages
-        opened.append(Network(*where, transport=transport, cards=chosen, software=software))
+        counts = staging.arrivals if staging else 0
+        kind = {"transport": transport, "cards": chosen, "software": software}
+        opened.append(Network(*where, **kind, counts=counts))
 
     try:
         together(start)
@@ -132,8 +155,12 @@ def connect(
         theirs = {peer: addresses[peer][topology.rank] for peer in topology.links}
         together(lambda: network.connect(theirs))
         network.learn(LETTERS, allgather(together(network.register_letters)))
+        if staging:
+            slots = REGION, staging.memory.ctypes.data, staging.memory.nbytes
+            network.learn(REGION, allgather(together(lambda: network.register(*slots))))
+        nodes = together(lambda: Nodes(network, topology, machine, staging))
         together(network.start)
-        return Nodes(network, topology)
+        return nodes
     except BaseException:
         for network in opened:
             network.close()

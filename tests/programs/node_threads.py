@@ -9,7 +9,9 @@ import numpy as np
 import worlds
 
 import mkernel_cp as mk
-from mkernel_cp import compiler
+from mkernel_cp import compiler, plan
+from mkernel_cp.targets.host import HostTarget
+from mkernel_cp.transport import staging
 
 COUNTS = (33, 7, 0, 70)
 
@@ -39,4 +41,7 @@ def program(comm, lanes):
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):
     for lanes, nodes, transport in ((1, (2, 2), "verbs"), (2, (1, 2, 1), "efa"), (1, 4, "efa")):
         worlds.run(len(COUNTS), program, lanes, nodes=nodes, transport=transport)
+    # Through slots of host memory, of which there are few.
+    HostTarget.reached_by_cards, staging.SLOTS, plan.SLOT_BYTES = False, 2, 1024
+    worlds.run(len(COUNTS), program, 2, nodes=(2, 1, 1), transport="verbs")
 print("all right")

@@ -28,6 +28,13 @@ struct Write {
 };
 
 MK_DEVICE u64 packed(Registered place) { return place.region << 48 | place.offset; }
+MK_DEVICE Registered unpacked(u64 place) { return {place >> 48, place & 0xffffffffffff}; }
+
+MK_DEVICE Write unpacked(const Command& command) {
+    return {command.peer_and_chunk >> 32, command.peer_and_chunk & 0xffffffff, unpacked(command.from), unpacked(command.to),
+            command.pitches >> 32, command.pitches & 0xffffffff, command.kind_and_lines & 0xffffffff, command.line_bytes};
+}
+MK_DEVICE Ask kind_of(const Command& command) { return Ask(command.kind_and_lines >> 32); }
 
 class Channel {
 public:
@@ -45,21 +52,41 @@ public:
     }
 
     // Waits until all bytes that this agent has posted have been read: they may be overwritten.
-    MK_DEVICE bool flush() {
-        const Subject sent{Awaited::sent, launch_.rank(), last_};
-        return launch_.poll(
-            launch_.agent(), sent, last_, queue_.sent,
-            [&](u64 seen) { return seen >= last_ ? Poll::done : Poll::pending; }, [] { return Poll::pending; });
-    }
+    MK_DEVICE bool flush() { return flush(last_); }
 
-private:
+    // Only up to a command, of which the first lane knows what last() was then.
+    MK_DEVICE bool flush(u64 last) { return kept(await_sent(launch_, queue_, last)); }
+
+    MK_DEVICE bool is_sent(u64 last) const { return load_acquire(queue_.sent) >= last; }
+    MK_DEVICE u64 last() const { return last_; }
+
+    // As another agent has put it into another queue.
     MK_DEVICE bool post(const Command& command) {
         const bool leads = launch_.agent().lane() == 0;
         if (leads && launch_.live()) last_ = 1 + fetch_add(queue_.tickets, 1);
-        if (!await_slot()) return false;
+        return kept(put(launch_, queue_, command, last_));
+    }
+
+private:
+    MK_DEVICE bool kept(bool verdict) {
+        if (!verdict) launch_.drop();
+        return verdict;
+    }
+
+    // These are functions of their own, with a launch of their own: the kernel's own one stays in registers, and what waits
+    // for the network does so in one place.
+    static MK_DEVICE_APART bool await_sent(Context launch, const CommandQueue& queue, u64 last) {
+        const Subject sent{Awaited::sent, launch.rank(), last};
+        return launch.poll(
+            launch.agent(), sent, last, queue.sent, [&](u64 seen) { return seen >= last ? Poll::done : Poll::pending; },
+            [] { return Poll::pending; });
+    }
+
+    static MK_DEVICE_APART bool put(Context launch, const CommandQueue& queue, Command command, u64 ticket) {
+        if (!await_slot(launch, queue, ticket)) return false;
         interleave();
-        if (leads) {
-            Command& slot = queue_.slots[(last_ - 1) % queue_.capacity];
+        if (launch.agent().lane() == 0) {
+            Command& slot = queue.slots[(ticket - 1) % queue.capacity];
             slot.kind_and_lines = command.kind_and_lines;
             slot.peer_and_chunk = command.peer_and_chunk;
             slot.generation = command.generation;
@@ -67,23 +94,23 @@ private:
             slot.to = command.to;
             slot.pitches = command.pitches;
             slot.line_bytes = command.line_bytes;
-            store_release<Scope::system>(&slot.number, last_);
+            store_release<Scope::system>(&slot.number, ticket);
         }
         return true;
     }
 
     // Back-pressure: the slot is free when the proxy has taken what was in it a lap ago. It counts in host memory, which is
     // far away: so one agent's look serves all until the queue is full again.
-    MK_DEVICE bool await_slot() {
-        const Agent& agent = launch_.agent();
-        auto free = [&](u64 taken) { return taken + queue_.capacity >= last_; };
-        if (agent.broadcast(agent.lane() == 0 && launch_.live() && free(load_acquire(queue_.taken_seen)))) return true;
-        const Subject slot{Awaited::queue, launch_.rank(), last_};
+    static MK_DEVICE bool await_slot(Context& launch, const CommandQueue& queue, u64 ticket) {
+        const Agent& agent = launch.agent();
+        auto free = [&](u64 taken) { return taken + queue.capacity >= ticket; };
+        if (agent.broadcast(agent.lane() == 0 && launch.live() && free(load_acquire(queue.taken_seen)))) return true;
+        const Subject slot{Awaited::queue, launch.rank(), ticket};
         u64 taken = 0;
-        const bool arrived = launch_.poll(
-            agent, slot, last_, queue_.taken,
+        const bool arrived = launch.poll(
+            agent, slot, ticket, queue.taken,
             [&](u64 seen) { return free(taken = seen) ? Poll::done : Poll::pending; }, [] { return Poll::pending; });
-        if (arrived && agent.lane() == 0) store_release<Scope::device>(queue_.taken_seen, taken);
+        if (arrived && agent.lane() == 0) store_release<Scope::device>(queue.taken_seen, taken);
         return arrived;
     }
 

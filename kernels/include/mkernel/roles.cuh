@@ -4,20 +4,31 @@
 
 #include "courier.cuh"
 #include "schedule.cuh"
+#include "staging.cuh"
 
 namespace mk {
 
-enum class Role : u64 { mover = 0, compute = 1, inter_send = 2, inter_receive = 3, inter_reduce = 4 };
+// Kernels do nothing for those that come behind inter_reduce: finish() does.
+enum class Role : u64 {
+    mover = 0,
+    compute = 1,
+    inter_send = 2,
+    inter_receive = 3,
+    inter_reduce = 4,
+    stage_out = 5,
+    stage_in = 6,
+    none = 7,
+};
 
 class Launch : public Peers {
 public:
     // `mover_warps`: how many each mover consists of, where they act by themselves: see by_warps().
     MK_DEVICE Launch(World* world, Split split, u64 mover_warps = 1)
-        : Peers(world, u64(role_of(split))), split_(split), mover_warps_(mover_warps) {
+        : Peers(world, u64(role_of(*world, split))), split_(split), mover_warps_(mover_warps) {
         delay();
     }
 
-    MK_DEVICE bool is(Role role) const { return role_of(split_) == role; }
+    MK_DEVICE bool is(Role role) const { return role_of(world(), split_) == role; }
 
     // The launch as a part of this agent takes part in it, on its own.
     MK_DEVICE Launch as(const Agent& part) const {
@@ -52,19 +63,45 @@ public:
         return (split_.movers > 0 ? split_.movers * mover_warps_ : split_.compute) + (several_nodes ? 1 : 0);
     }
 
+    // Does what serves the network in a function of its own, with a launch of its own: work(launch). What multiplies keeps its
+    // registers so.
+    template <class Work>
+    MK_DEVICE void apart(Work work) {
+        if (!done(*this, work)) drop();
+    }
+
+    // The end of a launch for one agent; for those that stage, all of it.
+    MK_DEVICE void finish() {
+        const bool out = is(Role::stage_out);
+        if (several_nodes && (out || is(Role::stage_in)) && !Stager::serve(*this, out)) drop();
+        Peers::finish();
+    }
+
 private:
-    static MK_DEVICE Role role_of(Split split) {
+    template <class Work>
+    static MK_DEVICE_APART bool done(Launch launch, Work work) {
+        work(launch);
+        return launch.live();
+    }
+
+    static MK_DEVICE Role role_of(const World& world, Split split) {
         const u64 index = Agent::current().index(), others = split.movers + split.compute;
         if (!several_nodes || index < others) return index < split.movers ? Role::mover : Role::compute;
         if (index < others + split.inter_reduce) return Role::inter_reduce;
-        return index == others + split.inter_reduce ? Role::inter_send : Role::inter_receive;
+        switch (index - others - split.inter_reduce) {
+        case 0: return Role::inter_send;
+        case 1: return Role::inter_receive;
+        case 2: return world.network->staging ? Role::stage_out : Role::none;
+        case 3: return world.network->staging ? Role::stage_in : Role::none;
+        default: return Role::none;
+        }
     }
 
     MK_DEVICE bool adds_up() const { return several_nodes && is(Role::inter_reduce); }
 
     // Test hook: a role that starts late, by a time that differs from call to call and from agent to agent.
     MK_DEVICE void delay() const {
-        u64 most = world().delay_ns[u64(role_of(split_))];
+        u64 most = world().delay_ns[role()];
         if (most == 0) return;
         u64 mixed = (world().delay_seed + generation() * 0x9e3779b97f4a7c15 + agent().index()) * 0xbf58476d1ce4e5b9;
         u64 until = now_ns() + (mixed >> 20) % most;

@@ -29,6 +29,7 @@ enum class Awaited : u64 {
     sent = 12,
     network = 13,  // a chunk from another node
     receipt = 14,  // of what was sent there
+    slot = 16,     // of host memory, at a rank that something is sent to
 };
 enum class Reason : u64 {
     entry_timeout = 1,
@@ -60,6 +61,7 @@ template <class>
 class Internode;
 template <class, class>
 class NodeSums;
+class Stager;
 
 // Proof that bytes are where they were to go, or that all have read what may now be overwritten: only those who copy,
 // or keep a window, make one, and raise() takes nothing less.
@@ -75,6 +77,7 @@ class Completed {
     friend class Internode;
     template <class, class>
     friend class NodeSums;
+    friend class Stager;
 };
 
 // One launch as one agent sees it: who waits, for which generation, and whether something has already failed.
@@ -156,6 +159,14 @@ public:
         return verdict;
     }
 
+    // Waits until ready(), which one lane asks, for as long as nothing has failed: others wait for this agent, or for those that
+    // it waits for, and they have deadlines. All lanes get one verdict.
+    template <class Ready>
+    MK_DEVICE bool stand_by(Ready ready) {
+        live_ = agent_.broadcast(live_ && agent_.lane() == 0 && stand_by_alone(ready));
+        return live_;
+    }
+
     // Whether a signal of this GPU is seen to have reached `progress`; what it stands for may be read after acquire_seen().
     MK_DEVICE bool sees(const u64* signal, u64 progress) const { return load_ahead(signal) >= target(progress); }
 
@@ -230,6 +241,18 @@ private:
         }
         if (verdict == Poll::done) return true;
         return fail(verdict == Poll::refused ? Reason::refused : Reason::mismatch, subject, goal, seen, now_ns() - start);
+    }
+
+    template <class Ready>
+    MK_DEVICE bool stand_by_alone(Ready ready) {
+        interleave();
+        for (u32 spins = 0; !ready(); ++spins) {
+            pause(spins);
+            if (spins % spins_per_look) continue;
+            if (load_relaxed(world_.failures)) return give_up();
+            if (my_look(now_ns()) && load_relaxed(&world_.pages[rank()]->abort)) return give_up();
+        }
+        return true;
     }
 
     // Reads of host memory by all who wait, at once, would slow down the links: one looks for all of this rank.

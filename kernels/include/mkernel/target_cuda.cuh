@@ -2,6 +2,7 @@
 #pragma once
 
 #define MK_DEVICE __device__ __forceinline__
+#define MK_DEVICE_APART __device__ __noinline__
 #define MK_UNROLL _Pragma("unroll")
 #define MK_NO_UNROLL _Pragma("unroll 1")
 

@@ -7,6 +7,7 @@
 #include "host_runtime.cuh"
 
 #define MK_DEVICE inline
+#define MK_DEVICE_APART inline __attribute__((noinline))
 #define MK_UNROLL
 #define MK_NO_UNROLL
 

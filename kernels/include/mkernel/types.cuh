@@ -146,6 +146,43 @@ struct CommandQueue {
     u64* sent;        // of them, from the first on: their bytes have been read, and may be overwritten
 };
 
+// What a slot of host memory begins with: where the lines behind it belong.
+struct alignas(64) Parcel {
+    u64 chunk;
+    u64 last;  // whether all of the chunk has come with it
+    Place to;
+    u64 to_pitch;
+    u64 lines;
+    u64 line_bytes;
+    u64 reserved;
+};
+
+// A peer that this rank exchanges slots with. Each of its counts has one writer.
+struct alignas(64) StagedLink {
+    u64 rank;
+    u64 number_there;  // of this rank among the links of that one
+    u64 sent;          // slots, since this was made
+    u64 received;
+    u64 reserved[4];
+};
+
+// Where network cards do not reach what kernels do: rings of slots in host memory (staging.cuh), in one region. First come
+// those that leave this rank, to whomever, then those that arrive from each link.
+struct Staging {
+    CommandQueue queue;  // to the proxy; that of `Network` is to the agent that fills slots
+    u64 region;
+    u8* memory;
+    u64 slots;       // of a ring
+    u64 room;        // bytes of a slot behind its parcel
+    u64 first;       // number of the first of these arrivals: of each link its slots, and then its credits
+    u64* arrived;    // counted by the proxy
+    u64* left;       // how many slots have left
+    u64* read_by;    // [slot that leaves]: the last command that the cards read it for
+    u64* link_of;    // [rank]
+    u64 link_count;
+    StagedLink* links;
+};
+
 // The network, where there is more than one node. A rank sends to its gateways, one on each other node, and is a gateway
 // itself to its sources; what comes to a gateway is for all of its node.
 struct Network {
@@ -161,6 +198,7 @@ struct Network {
     Letter* letters;  // that of this rank, then [generation % 2][rank] of the others, one that nobody reads, a blank one
     u64 region;       // in which letters lie
     u64 node;         // the number of this one
+    Staging* staging; // null where cards reach the memory of kernels
 };
 
 // A communicator, as its kernels see it. Arrays have one entry per rank.
@@ -183,7 +221,7 @@ struct World {
     HostPage** pages;
     void** segments;          // [segment * size + rank]
     u64 delay_seed;           // test hook: each agent starts up to delay_ns[its role] late
-    u64 delay_ns[5];
+    u64 delay_ns[8];
     Trace* trace;             // of traced launches
 };
 

@@ -108,6 +108,9 @@ public:
         *world().generation = generation();
     }
 
+    // Whether all agents have finished but so many.
+    MK_DEVICE bool finished_but(u64 agents) const { return load_acquire(counter(0)) + agents >= agent().count(); }
+
 private:
     // In place of a launch; nothing, if there may still be one.
     MK_DEVICE Poll what_its_host_does(u64 peer, u64 digest) const {

@@ -16,7 +16,8 @@ struct Shared {
     CommandQueue* queue;
     u64 rank;
     u64 size;
-    u64* arrived;    // signals: [rank] for letters, [rank] for receipts, and then [chunk]
+    u64* arrived;    // signals: [rank] for letters, [rank] for receipts, and then [chunk]; behind them counts
+    u64 counted;     // the first of these
     u64 arrivals;    // so many words
     Letter* letters;  // [generation % 2][rank] of peers
     HostPage** pages;
@@ -92,7 +93,7 @@ private:
     static constexpr u64 flights = 1024;  // commands whose bytes have not been read yet, at most
     static constexpr int batch = 16;
     static constexpr u64 awake_ns = 2000 * nanoseconds_per_microsecond;
-    static constexpr u64 patience_ns = 200000 * nanoseconds_per_microsecond;
+    static constexpr u64 patience_ns = 1000000 * nanoseconds_per_microsecond;
     static constexpr u32 chunk_bits = 28;
 
     struct Flight {
@@ -104,19 +105,9 @@ private:
         u64 last = now();
         while (!stop_) {
             bool busy = false;
-            try {
-                if (!failed_) busy = post_some();
-                busy = complete_some() || busy;
-                if (flushed_ && now() - flushed_ > patience_ns) fail(flushed_card_, shared_.rank, IBV_WC_WR_FLUSH_ERR, 0);
-            } catch (const std::exception& problem) {
-                const size_t card = working_;
-                try {
-                    complete_some();  // a request is refused, too, once another has failed: that one says why
-                } catch (const std::exception&) {
-                }
-                fail(card, shared_.rank, IBV_WC_GENERAL_ERR, 0);
-                fprintf(stderr, "mkernel_cp: rank %llu, network: %s\n", shared_.rank, problem.what());
-            }
+            if (!failed_ && !doubt_.since) trying(working_, [&] { busy = post_some(); });
+            busy = complete_some() || busy;
+            if (doubt_.since && now() - doubt_.since > patience_ns) fail(doubt_.card, shared_.rank, doubt_.status, 0);
             if (busy) last = now();
             else if (now() - last < awake_ns) sched_yield();
             else {
@@ -156,7 +147,7 @@ private:
         const Command* command = reader_->next();
         if (!command) return false;
         const u64 number = reader_->taken() + 1;
-        if (Ask(command->kind_and_lines >> 32) == Ask::enter) {
+        if (kind_of(*command) == Ask::enter) {
             generation_ = command->generation;
             writes_ = reinterpret_cast<const u64*>(command->from);
             chunks_ = command->line_bytes;
@@ -166,21 +157,20 @@ private:
             publish();
             return true;
         }
+        const Write write = unpacked(*command);
         Order order;
         order.number = number;
-        order.peer = command->peer_and_chunk >> 32, order.chunk = command->peer_and_chunk & 0xffffffff;
-        order.generation = command->generation;
-        order.lines = command->kind_and_lines & 0xffffffff, order.line_bytes = command->line_bytes;
-        order.from_pitch = command->pitches >> 32, order.to_pitch = command->pitches & 0xffffffff;
-        const u64 from = command->from, to = command->to;
+        order.peer = write.peer, order.chunk = write.chunk, order.generation = command->generation;
+        order.lines = write.lines, order.line_bytes = write.line_bytes;
+        order.from_pitch = write.from_pitch, order.to_pitch = write.to_pitch;
         reader_->take();
         // Lines without gaps are one write.
         if (order.to_pitch == order.line_bytes && order.from_pitch == order.line_bytes) order.line_bytes *= order.lines, order.lines = 1;
         std::lock_guard<std::mutex> lock(mutex_);
         const size_t index = order.chunk % cards_.size();
-        const Region& source = own_.at(from >> 48);
-        const Region& target = theirs_.at(order.peer << 16 | to >> 48);
-        order.from = source.address + (from & 0xffffffffffff), order.to = target.address + (to & 0xffffffffffff);
+        const Region& source = own_.at(write.from.region);
+        const Region& target = theirs_.at(order.peer << 16 | write.to.region);
+        order.from = source.address + write.from.offset, order.to = target.address + write.to.offset;
         order.local_key = source.here[index]->lkey, order.remote_key = u32(target.there[index]);
         order.card_index = index, order.card = cards_[index].get();
         std::vector<Lane>& lanes = order.card->lanes(unsigned(order.peer));
@@ -201,10 +191,10 @@ private:
         const u64 count = std::min({left, room, u64(batch)});
         if (count == 0) return false;
         const u32 imm = htonl(u32(order.generation & 15) << chunk_bits | u32(order.chunk));
-        if (order.card->efa) post_srd(order, count, imm);
-        else post_rc(order, count, imm);
         *order.lane->under_way += u32(count);
         flight(order.number).left += count;
+        if (order.card->efa) post_srd(order, count, imm);
+        else post_rc(order, count, imm);
         order.posted += count;
         if (order.posted == order.lines + immediates) {
             landed(order.number);
@@ -278,11 +268,10 @@ private:
         bool busy = false;
         for (size_t i = 0; i < cards_.size(); ++i) {
             Card& card = *cards_[i];
-            working_ = i;
             ibv_wc done[batch];
             const int count = card.context->ops.poll_cq(card.cq, batch, done);
             if (count < 0) fail(i, shared_.rank, IBV_WC_GENERAL_ERR, 0);
-            for (int j = 0; j < count; ++j) complete(i, card, done[j]);
+            for (int j = 0; j < count; ++j) trying(i, [&] { complete(i, card, done[j]); });
             busy = busy || count > 0;
         }
         return busy;
@@ -294,11 +283,8 @@ private:
         if (!receive && lane) --*lane->under_way;
         if (failed_) return;
         if (done.status != IBV_WC_SUCCESS) {
-            // What a queue pair that failed gives back says nothing; why it failed is told here or by the peer, or, where
-            // the card itself has gone, by nobody.
-            if (done.status == IBV_WC_WR_FLUSH_ERR) {
-                if (!flushed_) flushed_ = now(), flushed_card_ = index;
-            } else
+            if (done.status == IBV_WC_WR_FLUSH_ERR) suspect(index, done.status, "");
+            else
                 fail(index, receive ? shared_.rank : flight(done.wr_id).peer, done.status, done.vendor_err);
         } else if (receive) {
             card.post_receives(lane->qp, 1);
@@ -310,6 +296,8 @@ private:
     // A chunk is there when all its writes are, in whatever order they came.
     void arrive(size_t index, u32 imm) {
         const u64 place = imm & ((u32(1) << chunk_bits) - 1), bits = imm >> chunk_bits;
+        if (place >= shared_.counted && place < shared_.arrivals)
+            return store_release<Scope::system>(&shared_.arrived[place], shared_.arrived[place] + 1);
         u64 generation = generation_;
         if (place < shared_.size) {
             generation = shared_.letters[bits % 2 * shared_.size + place].generation;
@@ -324,6 +312,21 @@ private:
 
     // --- failure ------------------------------------------------------------------------------------------------------
 
+    // What a queue pair that failed gives back, or refuses to take, says nothing; why it failed is told here or by the peer,
+    // or, where the card itself has gone, by nobody: then this.
+    void suspect(size_t card, ibv_wc_status status, const char* problem) {
+        if (!doubt_.since) doubt_ = {now(), card, status, problem};
+    }
+
+    template <class Work>
+    void trying(const size_t& card, Work work) {
+        try {
+            work();
+        } catch (const std::exception& problem) {
+            suspect(card, IBV_WC_GENERAL_ERR, problem.what());
+        }
+    }
+
     // The record first, then the abort words of all ranks. `peer`: this rank, where it is not known.
     void fail(size_t index, u64 peer, ibv_wc_status status, u64 detail) {
         if (failed_) return;
@@ -335,6 +338,8 @@ private:
         record.index = status;
         record.peer = peer;
         record.seen = detail;
+        if (peer == shared_.rank && !doubt_.problem.empty())
+            fprintf(stderr, "mkernel_cp: rank %llu, network: %s\n", shared_.rank, doubt_.problem.c_str());
         snprintf(reinterpret_cast<char*>(own->card), sizeof own->card, "%s", cards_[index]->name.c_str());
         store_release<Scope::system>(&record.written, 1);
         for (u64 i = 0; i < shared_.size; ++i) {
@@ -357,9 +362,13 @@ private:
     std::thread thread_;
     std::atomic<bool> stop_{false};
     bool failed_ = false;
-    u64 flushed_ = 0;  // when something was given back first
-    size_t flushed_card_ = 0;
-    size_t working_ = 0;  // the card that was used last
+    struct {
+        u64 since;  // when something was given back or refused first
+        size_t card;
+        ibv_wc_status status;
+        std::string problem;
+    } doubt_{};
+    size_t working_ = 0;  // the card that was asked to send last
     Order order_;
     u64 sent_ = 0;
     Flight flights_[flights]{};

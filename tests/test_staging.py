@@ -1,0 +1,127 @@
+"""Between nodes through slots of host memory, as where network cards reach no memory of kernels."""
+
+import numpy as np
+import pytest
+import worlds
+from test_nodes import OPERATORS, SUMS, TRANSPORTS, Turns, all_are, letters, outcomes
+from test_reductions import CLASSES, call
+
+import mkernel_cp as mk
+from mkernel_cp import plan
+from mkernel_cp.targets.host import HostTarget
+from mkernel_cp.transport import staging
+
+A, B = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
+
+
+@pytest.fixture(autouse=True)
+def staged(monkeypatch):
+    """Few slots, and small ones: they are used again and again in every call."""
+    monkeypatch.setattr(HostTarget, "reached_by_cards", False)
+    monkeypatch.setattr(staging, "SLOTS", 2)
+    monkeypatch.setattr(plan, "SLOT_BYTES", 512)
+
+
+@pytest.mark.operator
+@pytest.mark.parametrize(
+    ("size", "nodes", "operator", "transport"),
+    [
+        (2, (1, 1), "gemm_reduce_scatter", "efa"),
+        (2, (1, 1), "gemm_allreduce", "verbs"),
+        (3, (1, 1, 1), "allgather_gemm", "verbs"),
+        (3, (2, 1), "gemm_reduce_scatter", "verbs"),
+        (4, (1, 2, 1), "allgather_gemm", "efa"),
+        (4, (1, 1, 1, 1), "gemm_reduce_scatter", "efa"),
+        (4, (2, 1, 1), "gemm_allreduce", "verbs"),
+    ],
+    ids=str,
+)
+def test_calls_and_replays_with_late_ranks_and_roles(size, nodes, operator, transport, monkeypatch):
+    """Over a link that still reads slots when others could be filled."""
+    monkeypatch.setenv("MKERNEL_FABRIC", "soft:rate=0.01")
+    turns, calls = Turns(operator, size, 6), range(6)
+
+    def program(comm):
+        assert comm.network.staged
+        late = (500_000, 200_000, 300_000, 400_000, 300_000, 600_000, 600_000)
+        worlds.chaos(comm, seed=7 * size, lanes=1 + size % 3, delay_ns=late)
+        with worlds.stream(comm):
+            a = comm.empty(turns.a[comm.rank][0].shape, np.float32)
+            b = worlds.put(comm, turns.b[comm.rank])
+            out = worlds.put(comm, np.zeros_like(turns.expected[comm.rank][0]))
+            options = None if comm.machine.gpu else turns.options[size % len(turns.options)]
+            asked = {"row_counts": turns.counts, "options": options}
+            call(operator, comm, a, b, **asked)
+            comm.synchronize()
+            replay = worlds.replayer(comm, lambda: call(operator, comm, a, b, out=out, **asked))
+            for step in calls:
+                worlds.fill(comm, a, turns.a[comm.rank][step])
+                worlds.fill(comm, out, np.nan)
+                if step % 3 == 1:
+                    call(operator, comm, a, b, **asked)
+                worlds.poison(comm)
+                replay()
+                worlds.fill(comm, a, np.nan)
+                found = worlds.get(comm, out)
+                np.testing.assert_allclose(found, turns.expected[comm.rank][step], 0, 1e-3)
+            comm.synchronize()
+
+    worlds.run(size, program, nodes=nodes, transport=transport)
+
+
+@pytest.mark.software
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("chunk_bytes", [64, 256, 2048])
+def test_cards_write_what_the_plan_says_and_no_more(order, chunk_bytes):
+    """Several lines in a slot, or a line in several."""
+    counts, k = (9, 0, 31, 14), 100
+
+    def program(comm):
+        a = np.full((counts[comm.rank], k), comm.rank, np.float32, order=order)
+        b, options = np.ones((k, 3), np.float32), mk.Options(chunk_bytes=chunk_bytes)
+        with mk.AllGatherGemm(a, b, comm=comm, row_counts=counts, options=options) as step:
+            before = comm.network.counters()[0]
+            out = step(a, b)
+            sent = comm.network.counters()[0] - before
+            assert sent == step.plan.bytes_to_network > 2 * a.nbytes + letters(comm)
+            assert "through slots of host memory" in step.plan.explain()
+        assert np.array_equal(out, np.repeat(np.arange(4), counts)[:, None] * k * b[:1])
+
+    worlds.run(4, program, nodes=(1, 2, 1), transport=TRANSPORTS[chunk_bytes % 3 % 2])
+
+
+@pytest.mark.software
+@pytest.mark.parametrize("operator", SUMS)
+def test_cards_write_sums_as_the_plan_says(operator):
+    m, k, n = 11, 7, 31
+
+    def program(comm):
+        a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
+        for tile in ((2, 12, 8), (5, 40, 3)):
+            with CLASSES[operator](a, b, comm=comm, options=mk.Options(tile=tile)) as step:
+                before = comm.network.counters()[0]
+                assert (step(a, b) == 4 * k).all()
+                assert comm.network.counters()[0] - before == step.plan.bytes_to_network
+
+    worlds.run(4, program, nodes=(1, 2, 1))
+
+
+def test_a_line_may_be_longer_than_a_slot(monkeypatch):
+    monkeypatch.setattr(plan, "SLOT_BYTES", 128)
+    assert [plan.parcels(*of) for of in ((0, 5), (5, 0), (3, 128), (4, 40), (2, 300))] == [
+        *(0, 0, 3, 2, 6)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("operator", "fault"), [(OPERATORS[0], "down@40"), (OPERATORS[1], "error@30")]
+)
+def test_a_network_that_fails_is_an_error_on_all_ranks(operator, fault, monkeypatch):
+    monkeypatch.setenv("MKERNEL_FABRIC", f"soft:seed=3,fault={fault}")
+
+    def program(comm):
+        for _ in range(20):
+            call(operator, comm, A, B)
+
+    results = outcomes(3, program, nodes=(2, 1))
+    all_are(results, mk.NetworkError, "network card soft", "in an exchange with rank")
