@@ -92,7 +92,7 @@ MK_DEVICE u64 load_relaxed(const u64* word) {
 // A load of what this GPU has stored; acquire_seen() then makes all that was seen so far an acquire, at the price of one.
 MK_DEVICE u64 load_ahead(const u64* word) {
     u64 value;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
     return value;
 }
 MK_DEVICE void acquire_seen() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
