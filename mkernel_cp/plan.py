@@ -409,23 +409,6 @@ _MOVER_RATE, _PROCESSOR_RATE, _IN_TIME = 20e9, 6e12, 0.8
 _LEAST_MOVERS = 4
 
 
-def _hopper_movers(
-    row_counts: tuple[int, ...], n: int, k: int, options: Options, processors: int
-) -> int:
-    """Return how many blocks are to bring rows; an even number, as clusters want it.
-
-    So many as bring them while the others multiply, but no more than an eighth of all.
-    """
-    rows, itemsize = sum(row_counts), 2
-    if len(row_counts) == 1 or rows * n * k == 0:
-        return 0
-    if options.split is not None:
-        return options.split[0]
-    seconds = 2 * rows * n * k / (processors * _PROCESSOR_RATE)
-    needed = (rows - min(row_counts)) * k * itemsize / (_IN_TIME * seconds) / _MOVER_RATE
-    return min(processors // 8, max(_LEAST_MOVERS, math.ceil(needed)) + 1) // 2 * 2
-
-
 def _hopper_tile(
     rows: int, columns: int, k: int, cluster: int, movers: int, beside: bool, shared_bytes: int
 ) -> HopperTile:
@@ -448,7 +431,7 @@ def hopper_tile(
     `gathers`: rows of A come from peers, and the last tiles may be halved.
     """
     processors = min(gpu.processors, options.sm_budget or gpu.processors)
-    movers = _hopper_movers(row_counts, n, k, options, processors) if gathers else 0
+    movers = options.split[0] if gathers and options.split and len(row_counts) > 1 else 0
     beside = len(row_counts) > 1 and not movers
 
     def make(candidate: tuple[int, int, int, float], gate: int = _HOPPER_GATE) -> HopperTile:
@@ -553,12 +536,11 @@ def gpu_tile(
     return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
 
-def gpu_tiles(dtype: np.dtype, gpu: Gpu, *, gathers: bool) -> list[PortableTile | HopperTile]:
+def gpu_tiles(dtype: np.dtype, gpu: Gpu) -> list[PortableTile | HopperTile]:
     """Return the tiles that plans of several ranks choose from, where the caller does not."""
     if gpu.arch == "sm_90a" and dtype.itemsize == 2:
-        movers = _LEAST_MOVERS if gathers else 0
         return [
-            _hopper_tile(*shape, _HOPPER_GATE, cluster, movers, not movers, gpu.shared_bytes)
+            _hopper_tile(*shape, _HOPPER_GATE, cluster, 0, True, gpu.shared_bytes)
             for *shape, cluster, _ in _HOPPER_TILES
         ]
     return [portable_tile(dtype, Options(), gpu.shared_bytes)]
@@ -1110,7 +1092,8 @@ def plan_allgather_gemm(
     ranks = len(row_counts)
     nodes = nodes or (ranks,)
     capacity -= _network_agents(nodes, chosen.cluster)
-    split = choose_split(chosen, ranks, tiles, min(_MOVERS, chunks), options, capacity)
+    work = max(tiles, chunks) if chosen.moves and ranks > 1 else tiles
+    split = choose_split(chosen, ranks, work, min(_MOVERS, chunks), options, capacity)
     return AllGatherGemmPlan(
         rank=rank,
         row_counts=row_counts,

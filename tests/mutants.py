@@ -104,12 +104,12 @@ WAIT_FOR_PARTIALS = (
 MUTANTS = {
     "gate wait": Mutant(
         H + "landing.cuh",
-        "const bool here = launch_.all_seen(who, all.count(), 1, all);",
+        "const bool here = launch_.all_there(who, all.count(), 1, all);",
         "const bool here = true;",
     ),
     "gate wait, sanitized": Mutant(
         H + "landing.cuh",
-        "const bool here = launch_.all_seen(who, all.count(), 1, all);",
+        "const bool here = launch_.all_there(who, all.count(), 1, all);",
         "const bool here = true;",
         SANITIZED,
     ),
@@ -130,8 +130,8 @@ MUTANTS = {
     ),
     "signals of an earlier call": Mutant(
         H + "signal.cuh",
-        "return load_ahead(signal) >= target(progress);",
-        "return load_ahead(signal) > 0;",
+        "all = load_acquire(signal_of(i)) >= goal && all;",
+        "all = load_acquire(signal_of(i)) > 0 && all;",
     ),
     "chunks that nobody brings": Mutant(
         H + "landing.cuh",

@@ -137,14 +137,12 @@ public:
         return wait_all(agent_, count, progress, signal_of, subject_of);
     }
 
-    // Whether all of so many signals of this GPU are seen to have reached `progress`; the lanes look side by side, and
-    // loads that do not wait for each other find it out.
+    // Whether all of so many signals have reached `progress`: one look, of the lanes side by side.
     template <class Signal>
-    MK_DEVICE bool all_seen(const Agent& who, u64 count, u64 progress, Signal signal_of) const {
+    MK_DEVICE bool all_there(const Agent& who, u64 count, u64 progress, Signal signal_of) const {
+        const u64 goal = target(progress);
         bool all = true;
-        for (u64 i = who.lane(); i < count; i += who.lanes())
-            all = sees(signal_of(i), progress) && all;
-        acquire_seen();
+        for (u64 i = who.lane(); i < count; i += who.lanes()) all = load_acquire(signal_of(i)) >= goal && all;
         return !who.any(!all);
     }
 
