@@ -79,7 +79,7 @@ COPIED = (
 )
 RAISED = (
     "        if (parcel.last) "
-    "launch_.template raise<Scope::system>(&network_.arrived[parcel.chunk], 1, copied);\n"
+    "launch_.template raise<Scope::device>(&network_.arrived[parcel.chunk], 1, copied);\n"
 )
 CREDITED = (
     "        post(link.rank, arrival(link.number_there) + slots, 0, sizeof(Parcel), sizeof(u64), "
