@@ -1,7 +1,8 @@
 // moe_dispatch_gemm: every rank has tokens, and some of the experts that they choose. A rank gets the rows of its experts,
 // in order of expert, source rank, token and slot, each times the weights of its expert.
-//   movers   sort this rank's tokens by expert and show that to the peers with the call; when all have called, it is known
-//            who gets what. They bring the tokens here, each once, in the order in which the experts need them
+//   all      sort this rank's tokens by expert
+//   movers   show that to the peers with the call; when all have called, it is known who gets what. They bring the tokens
+//            here, each once, in the order in which the experts need them
 //   compute  takes the experts in order, and multiplies a tile as soon as its rows have arrived
 // Wrong ids, and more tokens or rows than there is room for, are seen by all ranks before anything is written: then the
 // call does nothing else, and says why.
@@ -25,9 +26,10 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     Launch launch(p.world, plan.split);
     const u64 rank = launch.rank(), size = launch.size();
 
+    Routing(launch, plan.routing).sort(p.choice, p.tokens, launch.agent().scratch(), p.origins.expert_offsets);
+
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
-        routing.sort(p.choice, p.tokens, scratch, p.origins.expert_offsets);
         if (self.member() == 0) {
             self.announce(p.message);  // with it, the peers may read the tables too
             for (u64 peer : RingOrder(rank, size))

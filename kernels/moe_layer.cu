@@ -1,6 +1,7 @@
 // moe_layer: every rank has tokens, and some of the experts that they choose. Each expert is two products with an
 // activation between; a token gets the weighted sum of what its experts make of it.
-//   movers   sort this rank's tokens, and bring those that the experts here want, as in moe_dispatch_gemm
+//   all      sort this rank's tokens, as in moe_dispatch_gemm
+//   movers   bring those that the experts here want
 //   compute  multiplies with the first weights, expert by expert, as soon as the tokens have come, and with the second as
 //            soon as the tiles of the first product are finished; then adds up the rows of each token for the peers
 //            (and what movers do, before that, where the plan has none)
@@ -36,9 +37,10 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
         return Combination<Type, PartialType>(self, plan.combine, *plan.made, plan.capacity);
     };
 
+    Routing(launch, plan.routing).sort(p.choice, p.tokens, launch.agent().scratch(), plan.expert_offsets);
+
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
-        routing.sort(p.choice, p.tokens, scratch, plan.expert_offsets);
         if (self.member() == 0) {
             self.announce(p.message);  // with it, the peers may read the tables too
             for (u64 peer : RingOrder(self.rank(), self.size()))

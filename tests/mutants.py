@@ -402,11 +402,9 @@ MUTANTS = {
     ),
     "experts: call before the tables are there": Mutant(
         "moe_dispatch_gemm.cu",
-        "        routing.sort(p.choice, p.tokens, scratch, p.origins.expert_offsets);\n"
-        "        if (self.member() == 0) {\n            self.announce(p.message);",
-        "        if (self.member() == 0) self.announce(p.message);\n"
-        "        routing.sort(p.choice, p.tokens, scratch, p.origins.expert_offsets);\n"
-        "        if (self.member() == 0) {",
+        "    Routing(launch, plan.routing).sort(",
+        "    if (launch.agent().index() == 0) launch.announce(p.message);\n"
+        "    Routing(launch, plan.routing).sort(",
         EXPERTS,
     ),
     "experts: tables of peers that have not called": Mutant(

@@ -499,9 +499,8 @@ def gpu_capacity(kernel: Any, nbytes: int, options: plans.Options, comm: Communi
 
 
 def counts_of(agreed: Dispatch, split: tuple[int, int], comm: Communicator) -> Any:
-    """Return an array for what each agent that sorts counts."""
-    movers, compute = split
-    return comm.machine.empty((movers or compute, agreed.experts + 1, 2), np.dtype(np.int64))
+    """Return an array for what each agent counts."""
+    return comm.machine.empty((sum(split), agreed.experts + 1, 2), np.dtype(np.int64))
 
 
 def routing_plans(

@@ -47,13 +47,13 @@ public:
     MK_DEVICE Routing(Launch& launch, const RoutingPlan& plan)
         : launch_(launch), plan_(plan), split_(plan.experts, launch.size()), experts_(u32(plan.experts)) {}
 
-    // Fills in this rank's tables: all agents that bring tokens sort a part of them. First each counts; from all counts it
+    // Fills in this rank's tables: all agents of the launch sort a part of its tokens. First each counts; from all counts it
     // knows where its rows of each expert begin; then it lists them. The first agent returns when all have. As long as
     // nothing is agreed, there are no rows.
     MK_DEVICE void sort(const TokenChoice& choice, i64 tokens, Scratch scratch, i64* expert_offsets) {
         const Agent& agent = launch_.agent();
         const u32 lane = agent.lane(), lanes = agent.lanes(), none = experts_;
-        const i64 member = i64(launch_.member()), members = i64(launch_.members());
+        const i64 member = agent.index(), members = agent.count();
         const bool first = member == 0;
         const i64 sorted = tokens <= plan_.max_tokens ? tokens : 0;  // more than that is refused
         const Range own = block(member, ceil_div(sorted, members), sorted);
@@ -75,11 +75,18 @@ public:
 
         for (u32 expert = lane; expert <= none; expert += lanes) {
             ExpertShare sum{0, 0}, before{0, 0}, fault{0, -1};
-            for (i64 other = 0; other < members; ++other) {
-                const ExpertShare share = plan_.counts[other * (none + 1) + expert];
-                if (other < member) before = before + share;
-                if (share.rows > 0 && fault.rows == 0) fault = share;
-                sum = sum + share;
+            constexpr i64 batch = 8;  // loads that do not wait for each other
+            for (i64 begin = 0; begin < members; begin += batch) {
+                ExpertShare shares[batch];
+                MK_UNROLL
+                for (i64 i = 0; i < batch; ++i)
+                    shares[i] = begin + i < members ? plan_.counts[(begin + i) * (none + 1) + expert] : ExpertShare{0, 0};
+                MK_UNROLL
+                for (i64 i = 0; i < batch; ++i) {
+                    if (begin + i < member) before = before + shares[i];
+                    if (shares[i].rows > 0 && fault.rows == 0) fault = shares[i];
+                    sum = sum + shares[i];
+                }
             }
             desk.next[expert] = before;
             desk.sums[expert] = sum;
@@ -169,10 +176,11 @@ private:
     }
 
     MK_DEVICE void tell(u64 progress) {
-        launch_.raise<Scope::device>(&plan_.told[launch_.member()], progress, Writes().complete(launch_.agent()));
+        const Agent& agent = launch_.agent();
+        launch_.raise<Scope::device>(&plan_.told[agent.index()], progress, Writes().complete(agent));
     }
     MK_DEVICE bool await_others(u64 progress) {
-        return launch_.wait_all(launch_.members(), progress, [&](u64 i) { return &plan_.told[i]; },
+        return launch_.wait_all(launch_.agent().count(), progress, [&](u64 i) { return &plan_.told[i]; },
                                 [](u64 i) { return Subject{Awaited::routes, everyone, i}; });
     }
 

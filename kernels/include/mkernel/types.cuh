@@ -478,12 +478,12 @@ struct RoutingPlan {
     Place starts;          // [expert], and all behind the last: what comes before it
     Place routes;          // by expert, token, slot
     Place tokens;          // u32, each once per destination, in the order in which its experts need them
-    ExpertShare* counts;   // [agent that sorts][expert], and behind the last how many ids are none, and the first of these
+    ExpertShare* counts;   // [agent][expert], and behind the last how many ids are none, and the first of these
     ExpertShare* known;    // [rank][expert]: the `starts` of all
     RoutingSummary* said;  // [rank]
     i64* totals;           // [rank]
     Delivery* deliveries;  // [own expert][rank]
-    u64* told;             // [agent that sorts]: signals: it has counted (1), it has listed (2)
+    u64* told;             // [agent]: signals: it has counted (1), it has listed (2)
     u64* routed;           // a signal: what this rank gets is known (1), or that nobody gets anything (2)
 };
 

@@ -190,6 +190,7 @@ public:
     static MK_DEVICE void init(Shared& shared, const Schedule& schedule, const Sink& sink, bool live) {
         each_barrier(shared, [](u64* barrier, u32 arrivals) { ptx::barrier_init(barrier, arrivals); });
         ptx::fence_barrier_init();
+        ptx::fence_shared_to_async();  // what threads wrote here before
         shared.failed = !live;
         shared.schedule = schedule;
         shared.sink = sink;
