@@ -52,6 +52,7 @@ class Awaited(enum.IntEnum):
     SENT = 12
     NETWORK = 13
     RECEIPT = 14
+    CREDIT = 15
 
 
 class Problem(enum.IntEnum):
@@ -76,6 +77,7 @@ _AWAITED = {
     Awaited.SENT: "the network to have sent command {index}",
     Awaited.NETWORK: "chunk {index}, which {peer} sends over the network",
     Awaited.RECEIPT: "the receipt of rank {index} for what was sent to it",
+    Awaited.CREDIT: "{peer} to need unit {index} no more",
 }
 
 

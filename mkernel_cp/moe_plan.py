@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .memory import round_up
+from .memory import offsets_of
 from .plan import (
     Gpu,
     HostTile,
@@ -32,15 +32,6 @@ _SHARE_BYTES, _SUMMARY_BYTES, _ROUTE_BYTES, _DELIVERY_BYTES = 16, 24, 24, 48  # 
 _ROW_BYTES = 16  # struct Routing::Row of experts.cuh
 # Words of bits that agents sort with: for each expert, and for all together.
 _SORT_WORDS = 16, 1 << 13
-
-
-def offsets_of(sizes: dict[str, int], alignment: int = _ALIGNMENT) -> dict[str, int]:
-    """Return where things of these sizes lie one behind the other, and their ``end``."""
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = end
-        end += round_up(size, alignment)
-    return {**offsets, "end": end}
 
 
 @dataclass(frozen=True)

@@ -556,8 +556,41 @@ class PlanFile:
                 ) from None
 
 
+class NodesPlan(PlanFile):
+    """What plans have whose ranks may be on several nodes: `rank`, and the ranks of each node."""
+
+    rank: int
+    nodes: tuple[int, ...]
+
+    @property
+    def network_agents(self) -> int:
+        """Agents that serve the network."""
+        return 2 if len(self.nodes) > 1 else 0
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes, as this rank sees them."""
+        return Topology(self.rank, self.nodes)
+
+    @property
+    def _letter_bytes(self) -> int:
+        """Bytes of letters and receipts that this rank sends in one call."""
+        topology = self.topology
+        return (len(topology.gateways) + len(topology.sources)) * LETTER_BYTES
+
+    def _between_nodes(self, receivers: list[int]) -> tuple[str, ...]:
+        """Return what leaves the node for some ranks, in words."""
+        if len(self.nodes) == 1:
+            return ()
+        ranks = f"rank{'s' * (len(receivers) > 1)} {', '.join(map(str, receivers)) or 'none'}"
+        return (
+            f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
+            f"{ranks}",
+        )
+
+
 @dataclass(frozen=True)
-class GemmPlan(PlanFile):
+class GemmPlan(NodesPlan):
     """What the plans of all operators that multiply have.
 
     Attributes
@@ -607,32 +640,6 @@ class GemmPlan(PlanFile):
     def row_start(self) -> tuple[int, ...]:
         """The first row of every rank, and M behind the last."""
         return tuple(sum(self.row_counts[:rank]) for rank in range(len(self.row_counts) + 1))
-
-    @property
-    def network_agents(self) -> int:
-        """Agents that serve the network."""
-        return 2 if len(self.nodes) > 1 else 0
-
-    @property
-    def topology(self) -> Topology:
-        """The nodes, as this rank sees them."""
-        return Topology(self.rank, self.nodes)
-
-    @property
-    def _letter_bytes(self) -> int:
-        """Bytes of letters and receipts that this rank sends in one call."""
-        topology = self.topology
-        return (len(topology.gateways) + len(topology.sources)) * LETTER_BYTES
-
-    def _between_nodes(self, receivers: list[int]) -> tuple[str, ...]:
-        """Return what leaves the node for some ranks, in words."""
-        if len(self.nodes) == 1:
-            return ()
-        ranks = f"rank{'s' * (len(receivers) > 1)} {', '.join(map(str, receivers)) or 'none'}"
-        return (
-            f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
-            f"{ranks}",
-        )
 
     def _heading(self) -> tuple[str, str]:
         clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""

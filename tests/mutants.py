@@ -61,6 +61,7 @@ LAYER = tuple(
 NETWORK = ("test_channel.py", "test_network.py")
 NODE_RACES = ("test_thread_sanitizer.py::test_ranks_as_threads_do_not_race[node_threads.py]",)
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
+NODE_WINDOW = ("test_node_window.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
@@ -666,6 +667,44 @@ MUTANTS = {
         "bytes_of<Partial>(part), added);\n        }\n        mail_.channel().flush();",
         "bytes_of<Partial>(part), added);\n        }",
         NODES,
+    ),
+    "node window: sent before the call": Mutant(
+        H + "node_window.cuh",
+        "for (u64 i = 0; i < network_.gateway_count; ++i) "
+        "launch_.await_call(network_.gateways[i], message.digest);",
+        "",
+        NODE_WINDOW,
+    ),
+    "node window: sent before there is room": Mutant(
+        H + "node_window.cuh",
+        "launch_.wait(launch_.agent(), signal, 1, {Awaited::credit, network_.gateways[other], "
+        "before});",
+        "(void)signal;",
+        NODE_WINDOW,
+    ),
+    "node window: room while this rank reads": Mutant(
+        H + "node_window.cuh", "window_.await_left(unit);", "", NODE_WINDOW
+    ),
+    "node window: room while node peers read": Mutant(
+        H + "node_window.cuh",
+        "launch_.wait(launch_.agent(), freed(launch_.rank(), peer), unit + 1, {Awaited::credit, "
+        "peer, unit});",
+        "(void)peer;",
+        NODE_WINDOW,
+    ),
+    "node window: gate of the network": Mutant(
+        H + "node_window.cuh",
+        "if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, run.source, index})) "
+        "return false;",
+        "(void)arrived;",
+        NODE_WINDOW,
+    ),
+    "node window: chunks that the gateway has": Mutant(
+        H + "node_window.cuh",
+        "if (!launch_.wait(launch_.agent(), heard(launch_.rank(), index), 1, {Awaited::network, "
+        "run.source, index}))\n            return {nullptr, 0};",
+        "",
+        NODE_WINDOW,
     ),
     "attention on GPUs: wait for a panel": Mutant(
         H + "engine/attention_portable.cuh",

@@ -206,7 +206,7 @@ def _ring_attention(comm: Communicator, case: _AttentionCase) -> _Measured:
     with RingAttention(
         q, k, v, comm=comm, seq_counts=case.row_counts, return_lse=True, **asked
     ) as step:
-        planned = step.plan.bytes_from_peers
+        planned = _planned(comm, step.plan)
         measured = _time(comm, expected, lambda out: step(q, k, v, out=(out, lse)), planned)
     error = expected_lse.check(comm.machine.asnumpy(lse))
     return replace(measured, error=max(error, measured.error))
@@ -345,9 +345,7 @@ def _measure(
 ) -> _Measured:
     a, b = (comm.machine.asarray(x, None) for x in (a, b))
     with kind(a, b, comm=comm, dtype=expected.dtype, **asked) as step:
-        plan = step.plan
-        planned = plan.bytes_from_peers + (plan.bytes_to_network if _counts(comm) else 0)
-        return _time(comm, expected, lambda out: step(a, b, out=out), planned)
+        return _time(comm, expected, lambda out: step(a, b, out=out), _planned(comm, step.plan))
 
 
 def _time(
@@ -380,6 +378,11 @@ def _moved(comm: Communicator) -> int:
     return comm.bytes_from_peers + (comm.network.counters()[0] if _counts(comm) else 0)
 
 
+def _planned(comm: Communicator, plan: Any) -> int:
+    """Return the bytes that `_moved` is to count in one call."""
+    return plan.bytes_from_peers + (plan.bytes_to_network if _counts(comm) else 0)
+
+
 def _counts(comm: Communicator) -> bool:
     """Return whether there are network cards between nodes that count."""
     return comm.network is not None and comm.network.software
@@ -410,7 +413,7 @@ _OPERATORS = (
     _Operator("allgather_gemm", _gemm_cases, _allgather_gemm, across_nodes=True),
     _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
     _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce, across_nodes=True),
-    _Operator("ring_attention", _attention_cases, _ring_attention),
+    _Operator("ring_attention", _attention_cases, _ring_attention, across_nodes=True),
     _Operator("moe_dispatch_gemm", lambda n: _expert_cases(n, *_NOTHING), _moe_dispatch_gemm),
     _Operator("moe_combine", lambda n: _expert_cases(n, *_NOTHING), _moe_combine),
     _Operator("moe_layer", lambda n: _expert_cases(n, "swiglu", "silu", "gelu", None), _moe_layer),

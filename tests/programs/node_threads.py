@@ -9,7 +9,7 @@ import numpy as np
 import worlds
 
 import mkernel_cp as mk
-from mkernel_cp import compiler
+from mkernel_cp import compiler, reference
 
 COUNTS = (33, 7, 0, 70)
 
@@ -23,6 +23,10 @@ def program(comm, lanes):
     terms = np.empty((19, 9), np.float32), np.empty((9, 33), np.float32)
     split = mk.Options((lanes % 2, 1, 2), (8, 16, 8))
     sums = mk.GemmAllReduce(*terms, comm=comm, options=split)
+    qkv = np.empty((3, 1, COUNTS[comm.rank] % 10, 3, 8), np.float32)
+    counts, room = [count % 10 for count in COUNTS], 20 * 2 * 8 * 4
+    parts = mk.Options((1, 1), (5, 6, 8), 100)
+    attend = mk.RingAttention(*qkv, comm=comm, seq_counts=counts, max_workspace=room, options=parts)
     worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000,) * 5)
     for _ in range(5):
         a[...], b[...] = rng.standard_normal(a.shape), rng.standard_normal(b.shape)
@@ -34,6 +38,10 @@ def program(comm, lanes):
         whole = sum(comm.agree("products", lambda: terms[0] @ terms[1]))
         if not np.allclose(sums(*terms), whole, atol=1e-4):
             raise SystemExit("wrong sum")
+        qkv[...] = rng.standard_normal(qkv.shape)
+        k, v = zip(*comm.agree("keys and values", lambda: qkv[1:].copy()), strict=True)
+        if reference.ring_attention(qkv[0], k, v, comm.rank)[0].check(attend(*qkv)) > 1:
+            raise SystemExit("wrong attention")
 
 
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):

@@ -29,6 +29,7 @@ enum class Awaited : u64 {
     sent = 12,
     network = 13,  // a chunk from another node
     receipt = 14,  // of what was sent there
+    credit = 15,   // that a unit is needed no more
 };
 enum class Reason : u64 {
     entry_timeout = 1,
@@ -58,6 +59,8 @@ template <class>
 class Window;
 template <class>
 class Internode;
+template <class>
+class NodeWindow;
 template <class, class>
 class NodeSums;
 
@@ -73,6 +76,8 @@ class Completed {
     friend class Window;
     template <class>
     friend class Internode;
+    template <class>
+    friend class NodeWindow;
     template <class, class>
     friend class NodeSums;
 };

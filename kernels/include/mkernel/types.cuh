@@ -343,8 +343,9 @@ struct Run {
     i64 first;  // at the source
     i64 count;
     i64 position;     // of the first, in the sequence
-    i64 place;        // of the first in a slot of the window, if it is pulled
-    i64 first_chunk;  // of those in which a unit is pulled
+    i64 place;        // of the first in a slot of this rank's window, or of the one that it is sent to
+    i64 held;         // of the first in a slot of the gateway's window, if it comes from another node
+    i64 first_chunk;  // counted over the runs of all ranks
 };
 
 // Slots in which keys and values of the peers land, unit after unit: unit u in slot u % slots.
@@ -353,16 +354,32 @@ struct WindowPlan {
     u64 slots;
     i64 slot_positions;
     i64 chunk_positions;
-    u64 chunks;    // of a unit
+    u64 chunks;    // of a unit, of all ranks
     void* data;    // [slot][keys, values][position][column]
     u64* arrived;  // [unit][chunk][keys, values]: signals
     u64* left;     // [compute agent]: signals, of how many units it needs nothing any more
     u64 reserved[1];
 };
 
+// How windows are filled from other nodes. What comes to a gateway its node peers bring from its window.
+struct NodeWindowPlan {
+    Place zone;    // of the window at every rank
+    Place heard;   // and there signals as `arrived`: it has come over the network to its gateway
+    Place freed;   // [rank]: signals, of how many units it needs nothing any more
+    u64 chunks;    // that may come over the network: those of all units, and by [node][unit] that it is needed no more
+    u64* writes;   // [chunk]: in how many
+    i64* slot_positions;  // [rank]
+    u64 leaving_runs;
+    Run* leaving;  // this rank's; `source`: the gateway
+    u64 arriving_runs;
+    Run* arriving;  // those of which this rank is the gateway
+    u64 reserved[3];
+};
+
 // What does not change from call to call of ring_attention.
 struct RingAttentionPlan {
     WindowPlan window;
+    NodeWindowPlan nodes;
     Split split;
     u64 digest;
     i64 batches;
