@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .memory import round_up
-from .plan import LETTER_BYTES, Gpu, NodesPlan, Options, choose_split
+from .plan import Gpu, NodesPlan, Options, choose_split
 from .reference import array_split_counts
-from .topology import Topology
+from .topology import LETTER_BYTES, Topology
 
 LAYOUTS = ("contiguous", "zigzag")
 COLUMNS = (64, 128, 256)  # of a head, that engines of GPUs are compiled for: others take the next
@@ -344,7 +344,7 @@ class RingAttentionPlan(NodesPlan):
         agreed = self.attention
         sent = sum(run.count for _, run in agreed.leaving(self.rank))
         freed = len(self.topology.sources) * max(0, agreed.units - self.window) * LETTER_BYTES
-        return agreed.units * agreed.bytes_of(sent) + freed + self._letter_bytes
+        return agreed.units * agreed.bytes_of(sent) + freed + self.topology.letter_bytes
 
     @property
     def options(self) -> Options:

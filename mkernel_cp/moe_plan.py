@@ -13,6 +13,7 @@ from .memory import offsets_of
 from .plan import (
     Gpu,
     HostTile,
+    NodesPlan,
     Options,
     PlanFile,
     PortableTile,
@@ -22,6 +23,7 @@ from .plan import (
     portable_tile,
 )
 from .reference import accumulator_dtype, array_split_counts
+from .topology import Topology
 
 MOST_AGENTS = 1024
 _ALIGNMENT = 256
@@ -56,6 +58,8 @@ class Dispatch:
         Rows of every rank's result; None: as many as it may get.
     chunk_bytes : int or None
         About how much is moved at a time.
+    nodes : tuple of int or None
+        Ranks of each node; None: all on one.
     """
 
     ranks: int
@@ -68,6 +72,7 @@ class Dispatch:
     max_tokens: int | None
     capacity: int | None = None
     chunk_bytes: int | None = None
+    nodes: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         """All of it, as the ranks compare it and errors show it."""
@@ -113,13 +118,9 @@ class Dispatch:
         The place of a rank's own tokens among those that land holds them if the caller's array is
         no segment's.
         """
-        routes, experts = self.max_tokens * self.slots, max(self.experts_of)
-        starts = (self.experts + 1) * _SHARE_BYTES
+        experts, starts = max(self.experts_of), (self.experts + 1) * _SHARE_BYTES
         return {
-            "summary": _SUMMARY_BYTES,
-            "starts": starts,
-            "routes": routes * _ROUTE_BYTES,
-            "tokens": self.max_tokens * min(self.slots, self.ranks) * 4,
+            **self.table_sizes(),
             "known": self.ranks * starts,
             "said": self.ranks * _SUMMARY_BYTES,
             "totals": self.ranks * _WORD,
@@ -127,7 +128,70 @@ class Dispatch:
             "list": self.ranks * self.max_tokens * 4,
             "places": max(self.capacities) * _WORD,
             "landing": self.ranks * self.max_tokens * self.pitch,
+            **(self._node_sizes() if self.several_nodes else {}),
         }
+
+    def table_sizes(self) -> dict[str, int]:
+        """Return the bytes of what a rank tells of its tokens, which begins the arena.
+
+        What stands before `routes` all agree by, before tokens move.
+        """
+        return {
+            "summary": _SUMMARY_BYTES,
+            "starts": (self.experts + 1) * _SHARE_BYTES,
+            "crossing": len(self.nodes) * _WORD if self.several_nodes else 0,
+            "routes": self.max_tokens * self.slots * _ROUTE_BYTES,
+            "tokens": self.max_tokens * min(self.slots, self.ranks) * 4,
+        }
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the tables that all agree by."""
+        return offsets_of(self.table_sizes())["routes"]
+
+    def bytes_to_network(self, rank: int, ids: np.ndarray) -> int:
+        """Return the bytes that a rank sends to other nodes in a call, for its tokens' choices.
+
+        Tokens once to each node, a route for each row that is made of them there, their places
+        for each rank that needs them, and what all agree by.
+        """
+        if not self.several_nodes:
+            return 0
+        topology = Topology(rank, self.nodes)
+        owners = np.repeat(np.arange(self.ranks), self.experts_of)
+        chosen = np.where(ids < 0, -1, owners[ids]) if self.experts else np.full(ids.shape, -1)
+        total, begins = 0, np.cumsum([0, *self.nodes])
+        for gateway in topology.gateways:
+            node = topology.node_of(gateway)
+            ranks = range(begins[node], begins[node + 1])
+            there = np.isin(chosen, ranks)
+            listed = sum(int((chosen == peer).any(axis=1).sum()) for peer in ranks)
+            tokens = int(there.any(axis=1).sum()) * self.h * self.dtype.itemsize
+            total += tokens + int(there.sum()) * _ROUTE_BYTES + listed * 4 + self.head_bytes
+        return total + topology.letter_bytes
+
+    def _node_sizes(self) -> dict[str, int]:
+        """Return the bytes of what a rank sends to other nodes and gets from them."""
+        others, tables = len(self.nodes) - 1, self.table_sizes()
+        tokens = self.max_tokens * self.h * self.dtype.itemsize
+        return {
+            "crossing_list": tables["tokens"],
+            "place_of": self.max_tokens * 4,
+            "order": others * self.max_tokens * 4,
+            "mirrors": self.ranks * offsets_of(tables)["end"],
+            "leaving": others * tokens,
+            "landed": self.ranks * tokens,
+        }
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether there is more than one node."""
+        return len(self.nodes or ()) > 1
+
+    @property
+    def parts(self) -> int:
+        """Parts in which what a rank sends comes to another node: see Crossing of experts.cuh."""
+        return 3 + self.chunks
 
     def signal_sizes(self) -> dict[str, int]:
         """Return the words of everything among the signals."""
@@ -136,6 +200,7 @@ class Dispatch:
             "told": MOST_AGENTS,
             "arrived": self.ranks * self.chunks,
             "placed": max(self.experts_of) * self.ranks,
+            "heard": self.ranks * self.parts if self.several_nodes else 0,
         }
 
     def need(self) -> tuple[int, int]:
@@ -158,7 +223,7 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
-class MoeDispatchGemmPlan(PlanFile):
+class MoeDispatchGemmPlan(NodesPlan):
     """The plan of `moe_dispatch_gemm` on one rank.
 
     Attributes
@@ -182,6 +247,8 @@ class MoeDispatchGemmPlan(PlanFile):
         (movers, compute): agents per role.
     shared_bytes : int
         Scratch memory of an agent.
+    nodes : tuple of int
+        Ranks of each node.
 
     Notes
     -----
@@ -206,6 +273,7 @@ class MoeDispatchGemmPlan(PlanFile):
     chunk_bytes: int
     split: tuple[int, int]
     shared_bytes: int
+    nodes: tuple[int, ...]
 
     @property
     def dispatch(self) -> Dispatch:
@@ -221,6 +289,7 @@ class MoeDispatchGemmPlan(PlanFile):
             max_tokens=self.max_tokens,
             capacity=self.max_capacity,
             chunk_bytes=self.chunk_bytes,
+            nodes=self.nodes,
         )
 
     @property
@@ -710,6 +779,7 @@ def plan_moe_dispatch_gemm(
         chunk_bytes=dispatch.chunk_bytes or _CHUNK_BYTES,
         split=expert_split(chosen, dispatch.ranks, tiles, options, capacity),
         shared_bytes=shared_bytes(dispatch, chosen, dispatch.out_dtype),
+        nodes=dispatch.nodes or (dispatch.ranks,),
     )
 
 

@@ -24,8 +24,6 @@ _LINE_ALIGNMENT = 128
 # Copying by registers, so many thread blocks fill a link.
 _MOVERS = 20
 _CHUNK_BYTES = 1 << 16
-# Of the first word of a rank to another node.
-LETTER_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -572,12 +570,6 @@ class NodesPlan(PlanFile):
         """The nodes, as this rank sees them."""
         return Topology(self.rank, self.nodes)
 
-    @property
-    def _letter_bytes(self) -> int:
-        """Bytes of letters and receipts that this rank sends in one call."""
-        topology = self.topology
-        return (len(topology.gateways) + len(topology.sources)) * LETTER_BYTES
-
     def _between_nodes(self, receivers: list[int]) -> tuple[str, ...]:
         """Return what leaves the node for some ranks, in words."""
         if len(self.nodes) == 1:
@@ -713,7 +705,7 @@ class AllGatherGemmPlan(GemmPlan):
     @property
     def bytes_to_network(self) -> int:
         """Bytes that this rank sends to other nodes in one call: its rows once to each, letters."""
-        return len(self.topology.gateways) * self.row_bytes(self.rank) + self._letter_bytes
+        return len(self.topology.gateways) * self.row_bytes(self.rank) + self.topology.letter_bytes
 
     def writes(self, transport: str) -> list[int]:
         """Return in how many writes each chunk of all ranks comes over the network.
@@ -824,7 +816,9 @@ class GemmReduceScatterPlan(GemmPlan):
     @property
     def bytes_to_network(self) -> int:
         """Bytes that this rank sends to other nodes in one call: its node's sums, letters."""
-        return self.sum_bytes(self.topology.sources, self.transfer_dtype) + self._letter_bytes
+        return (
+            self.sum_bytes(self.topology.sources, self.transfer_dtype) + self.topology.letter_bytes
+        )
 
     @property
     def options(self) -> Options:

@@ -62,6 +62,7 @@ NETWORK = ("test_channel.py", "test_network.py")
 NODE_RACES = ("test_thread_sanitizer.py::test_ranks_as_threads_do_not_race[node_threads.py]",)
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 NODE_WINDOW = ("test_node_window.py::test_back_to_back_calls_with_late_ranks_and_roles",)
+NODE_EXPERTS = ("test_node_experts.py::test_dispatch_back_to_back_with_late_ranks_and_roles",)
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
@@ -705,6 +706,47 @@ MUTANTS = {
         "run.source, index}))\n            return {nullptr, 0};",
         "",
         NODE_WINDOW,
+    ),
+    "node experts: sent before the call": Mutant(
+        H + "node_experts.cuh",
+        "if (launch_.await_call(network_.gateways[i], message.digest))",
+        "",
+        NODE_EXPERTS,
+    ),
+    "node experts: listed before they are sorted": Mutant(
+        H + "node_experts.cuh",
+        "if (routing.await_sorted(launch_.readers() - 1))",
+        "",
+        NODE_EXPERTS,
+    ),
+    "node experts: agreed by what has not come": Mutant(
+        H + "experts.cuh",
+        "|| !shown_.await(peer, Crossing::heads)) return;",
+        ") return;",
+        NODE_EXPERTS,
+    ),
+    "node experts: lists that have not come": Mutant(
+        H + "experts.cuh", "|| !shown_.await(source, Crossing::list)", "", NODE_EXPERTS
+    ),
+    "node experts: tokens that the gateway has not": Mutant(
+        H + "experts.cuh",
+        "if (several_nodes && !shown_.in_node(source) && !await_at_gateway(source, list, "
+        "landing.size())) return;",
+        "",
+        NODE_EXPERTS,
+    ),
+    "node experts: gate of the network": Mutant(
+        H + "node_experts.cuh",
+        "if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, source, number})) "
+        "return;",
+        "(void)arrived;",
+        NODE_EXPERTS,
+    ),
+    "node experts: a token that two ranks want": Mutant(
+        H + "node_experts.cuh",
+        "if (id >= plan_.first_expert[node] && id < least) least = id;",
+        "if (id >= plan_.first_expert[node]) least = id;",
+        NODE_EXPERTS,
     ),
     "attention on GPUs: wait for a panel": Mutant(
         H + "engine/attention_portable.cuh",

@@ -5,17 +5,24 @@ import time
 import numpy as np
 import pytest
 import worlds
-from test_nodes import TRANSPORTS, all_are, letters, maps_its_node_only, outcomes
+from test_nodes import TRANSPORTS, TYPES, all_are, letters, maps_its_node_only, outcomes
 from test_ring_attention import AttentionCase, assert_right, blocks_of, call, cases, expected
 
 import mkernel_cp as mk
 from mkernel_cp.attention_plan import Attention, zigzag_counts
 
 NODES = [(1, 1), (1, 2), (2, 2), (1, 2, 1), (1, 1, 1, 1), (3, 3), (3, 1, 2)]
+
+
+def few(made):
+    """Cases of few types: it is not the arithmetic that differs between nodes."""
+    return [case for case in made if case.dtype in TYPES]
+
+
 CASES = [
     (nodes, transport, case)
     for number, nodes in enumerate(NODES[:5])
-    for i, case in enumerate(cases(sum(nodes))[number::8])
+    for i, case in enumerate(few(cases(sum(nodes)))[number::4])
     for transport in (TRANSPORTS[i % 2],)
 ]
 

@@ -22,6 +22,7 @@ from ..operators.moe_combine import MoeCombine
 from ..operators.moe_dispatch_gemm import MoeDispatchGemm
 from ..operators.moe_layer import MoeLayer
 from ..operators.ring_attention import RingAttention
+from ..topology import Topology
 from .job import CommandError
 
 _WARM_CALLS = 5
@@ -247,13 +248,15 @@ def _expert_cases(size: int, *activations: str | None) -> Iterator[_ExpertCase]:
 class _Experts:
     """The operands of all ranks, and what of them crosses links."""
 
-    def __init__(self, case: _ExpertCase, size: int):
+    def __init__(self, case: _ExpertCase, nodes: tuple[int, ...]):
+        size = sum(nodes)
         random = np.random.default_rng(0)
         chances = 1 / np.arange(1, case.experts + 1) if case.zipf else np.ones(case.experts)
         chances /= chances.sum()
         accumulator = reference.accumulator_dtype(case.dtype)
         halves = 2 if case.activation == "swiglu" else 1
         self._owner = np.repeat(np.arange(size), reference.array_split_counts(case.experts, size))
+        self._nodes = nodes
         self.x = [random.standard_normal((n, case.h)).astype(case.dtype) for n in case.row_counts]
         self.ids = [
             np.array([random.choice(case.experts, case.slots, False, chances) for _ in range(n)])
@@ -276,8 +279,9 @@ class _Experts:
         return [comm.asarray(x) if name == "x" else x for name, x in zip(names, own, strict=True)]
 
     def tokens_to(self, rank: int) -> int:
-        """Return how many tokens of peers the experts of a rank want."""
-        peers = (ids for source, ids in enumerate(self.ids) if source != rank)
+        """Return how many tokens the experts of a rank bring from ranks of its node."""
+        holders = Topology(rank, self._nodes).holders
+        peers = (ids for holder, ids in zip(holders, self.ids, strict=True) if holder != rank)
         return sum(int((self._owner[ids] == rank).any(axis=1).sum()) for ids in peers)
 
     def sums_to(self, rank: int) -> int:
@@ -286,7 +290,7 @@ class _Experts:
 
 
 def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
-    data, rank, machine = _Experts(case, comm.size), comm.rank, comm.machine
+    data, rank, machine = _Experts(case, comm.topology.sizes), comm.rank, comm.machine
     expected, routing = reference.moe_dispatch_gemm(
         data.x, data.ids, data.w1[rank], rank, case.experts
     )
@@ -303,12 +307,14 @@ def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
             machine.copy(out, rows[:count])
 
         planned = data.tokens_to(rank) * case.h * expected.dtype.itemsize
+        if _counts(comm):
+            planned += step.plan.dispatch.bytes_to_network(rank, data.ids[rank])
         measured = _time(comm, expected, call, planned)
     return replace(measured, error=math.inf if any(wrong) else measured.error)
 
 
 def _moe_combine(comm: Communicator, case: _ExpertCase) -> _Measured:
-    data, rank = _Experts(case, comm.size), comm.rank
+    data, rank = _Experts(case, comm.topology.sizes), comm.rank
     own = data.of(comm, "x", "ids", "w1")
     with MoeDispatchGemm(*own, comm=comm, num_experts=case.experts) as dispatch:
         rows, layout = dispatch(*own)
@@ -322,7 +328,7 @@ def _moe_combine(comm: Communicator, case: _ExpertCase) -> _Measured:
 
 
 def _moe_layer(comm: Communicator, case: _ExpertCase) -> _Measured:
-    data, rank = _Experts(case, comm.size), comm.rank
+    data, rank = _Experts(case, comm.topology.sizes), comm.rank
     expected = reference.moe_layer(
         *(data.x, data.ids, data.weights[rank], data.w1, data.w2),
         *(rank, case.experts, case.activation),
@@ -414,7 +420,12 @@ _OPERATORS = (
     _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
     _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce, across_nodes=True),
     _Operator("ring_attention", _attention_cases, _ring_attention, across_nodes=True),
-    _Operator("moe_dispatch_gemm", lambda n: _expert_cases(n, *_NOTHING), _moe_dispatch_gemm),
+    _Operator(
+        "moe_dispatch_gemm",
+        lambda n: _expert_cases(n, *_NOTHING),
+        _moe_dispatch_gemm,
+        across_nodes=True,
+    ),
     _Operator("moe_combine", lambda n: _expert_cases(n, *_NOTHING), _moe_combine),
     _Operator("moe_layer", lambda n: _expert_cases(n, "swiglu", "silu", "gelu", None), _moe_layer),
 )

@@ -12,6 +12,7 @@ from ..communicator import Arena, Communicator, extent
 from ..kernel import Kernel
 from ..memory import Location
 from ..moe_plan import (
+    Combine,
     Dispatch,
     MoeDispatchGemmPlan,
     dispatch_tile,
@@ -20,6 +21,7 @@ from ..moe_plan import (
     shared_bytes,
 )
 from ..reference import array_split_counts
+from ..transport.network import check_chunks
 from . import operands
 
 _IDS = (np.dtype(np.int32), np.dtype(np.int64))
@@ -223,6 +225,9 @@ class MoeDispatchGemm:
         self._dispatch, self._what = asked, str(asked)
         tile = dispatch_tile(comm.rank, asked, spec.options, comm.machine.gpu)
         words = {**plans.type_defines(asked.dtype, asked.out_dtype), **tile.defines(asked.dtype)}
+        if asked.several_nodes:
+            words["MK_NODES"] = 1
+            check_chunks(asked.ranks * asked.parts, "tokens", "Options(chunk_bytes=)")
         source = str(compiler.kernel_source("moe_dispatch_gemm"))
         kernel = Kernel(source, "moe_dispatch_gemm", tuple(compiler.macros(words).items()))
 
@@ -261,6 +266,7 @@ class MoeDispatchGemm:
             whole=self._arrays["whole"].address,
             routing=routing,
             landing=landing,
+            nodes=node_dispatch_plan(agreed, self._arrays, arena, comm),
         )
         self._constants = constant(constants)
         self._params = structures.MoeDispatchGemmParams(
@@ -357,7 +363,8 @@ class MoeDispatchGemm:
         params.rows.data = rows.shadow.ctypes.data
         params.rows.row_stride, params.rows.column_stride = operands.strides(rows.shadow)
         layout.put_into(params.origins)
-        request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
+        agents = sum(plan.split) + plan.network_agents
+        request = comm.prepare(self._kernel, params, agents, plan.shared_bytes)
         return request, (x, ids, w, rows, layout)
 
     def close(self) -> None:
@@ -398,6 +405,7 @@ class _Spec:
             max_tokens=whole_number("max_tokens", max_tokens),
             capacity=whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
+            nodes=comm.topology.sizes,
         )
         self._shape = w.shape
         self._key = self.asked, self.options
@@ -428,7 +436,6 @@ class _Spec:
 
 
 def _shadows(x: Any, topk_idx: Any, w: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
-    comm.refuse_nodes("moe_dispatch_gemm()")
     named = (("x", x), ("topk_idx", topk_idx), ("w", w))
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)
 
@@ -521,6 +528,7 @@ def routing_plans(
         sorted=agreed.sorted_tokens,
         capacity=capacity.address,
         counts=comm.machine.shadow(counts).ctypes.data,
+        mirror=mirror_plan(agreed, arena),
         told=base + 8 * words["told"],
         routed=base + 8 * words["routed"],
         **shared,
@@ -537,6 +545,49 @@ def routing_plans(
         **local("list", "places"),
     )
     return routing, landing
+
+
+def mirror_plan(agreed: Dispatch | Combine, arena: Arena) -> Any:
+    """Return the struct ``MirrorPlan``, for tables that begin an arena."""
+    structures = structs.shared()
+    if not agreed.several_nodes:
+        return structures.MirrorPlan()
+    at, words = offsets_of(agreed.arena_sizes()), offsets_of(agreed.signal_sizes(), 1)
+    return structures.MirrorPlan(
+        first=at["mirrors"],
+        bytes=offsets_of(agreed.table_sizes())["end"],
+        heard=structures.Place(arena.number, 8 * words["heard"]),
+        parts=agreed.parts,
+    )
+
+
+def node_dispatch_plan(
+    agreed: Dispatch, arrays: dict[str, Any], arena: Arena, comm: Communicator
+) -> Any:
+    """Return the struct ``NodeDispatchPlan``; put what it points to with other `arrays`."""
+    structures = structs.shared()
+    if not agreed.several_nodes:
+        return structures.NodeDispatchPlan()
+    base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
+    at, begins = offsets_of(agreed.arena_sizes()), np.cumsum([0, *agreed.nodes])
+    firsts = np.cumsum([0, *agreed.experts_of])[begins]
+    chunks = agreed.ranks * agreed.parts
+    constant = comm.machine.constant
+    arrays["first_expert"] = constant(firsts.astype(np.int64))
+    arrays["writes"] = constant(np.ones(chunks, np.uint64))
+    return structures.NodeDispatchPlan(
+        first_expert=arrays["first_expert"].address,
+        head_bytes=agreed.head_bytes,
+        list=structures.Place(arena.number, data + at["crossing_list"]),
+        place_of=base + data + at["place_of"],
+        order=base + data + at["order"],
+        chunks=chunks,
+        writes=arrays["writes"].address,
+        **{
+            name: structures.Place(arena.number, data + at[name])
+            for name in ("crossing", "leaving", "landed")
+        },
+    )
 
 
 def put_tokens(

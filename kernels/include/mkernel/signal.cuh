@@ -61,6 +61,7 @@ template <class>
 class Internode;
 template <class>
 class NodeWindow;
+class NodeDispatch;
 template <class, class>
 class NodeSums;
 
@@ -78,6 +79,7 @@ class Completed {
     friend class Internode;
     template <class>
     friend class NodeWindow;
+    friend class NodeDispatch;
     template <class, class>
     friend class NodeSums;
 };

@@ -446,6 +446,14 @@ struct Delivery {
     i64 landed;  // of the first token, among those of the sender here
 };
 
+// Where gateways have what ranks of other nodes show.
+struct MirrorPlan {
+    i64 first;    // bytes from a table to that of rank 0
+    i64 bytes;    // and from there to that of the next rank
+    Place heard;  // [rank][part]: signals: the gateway here has this part of what comes from another node
+    u64 parts;
+};
+
 // How a rank sorts its tokens by expert, and learns what it gets. `Place`s are tables that peers read.
 struct RoutingPlan {
     u64 experts;  // of all ranks
@@ -464,6 +472,7 @@ struct RoutingPlan {
     Delivery* deliveries;  // [own expert][rank]
     u64* told;             // [agent that sorts]: signals: it has counted (1), it has listed (2)
     u64* routed;           // a signal: what this rank gets is known (1), or that nobody gets anything (2)
+    MirrorPlan mirror;
 };
 
 // Where tokens of peers land, those of each rank together, and where each row of A is.
@@ -479,6 +488,20 @@ struct TokenLandingPlan {
     u8** places;       // [row]: where it is
 };
 
+// How tokens go to other nodes: each once to every node that needs it, with tables that say to whom, to a gateway there.
+struct NodeDispatchPlan {
+    i64* first_expert;  // [node], and all behind the last
+    i64 head_bytes;     // of tables that all agree by: from `summary` on
+    Place crossing;     // [node]: a table: how many of this rank's tokens go there
+    Place list;         // as `tokens`, by their places among those that go to the same node
+    u32* place_of;      // [token]
+    u32* order;         // [gateway][max_tokens]: which tokens go there
+    Place leaving;      // [gateway][max_tokens]: they themselves, without gaps
+    Place landed;       // [rank][max_tokens]: those of other nodes, at the gateway
+    u64 chunks;         // that may come over the network: the parts of all ranks
+    u64* writes;        // [chunk]: in how many
+};
+
 // What does not change from call to call of moe_dispatch_gemm.
 struct MoeDispatchGemmPlan {
     Split split;
@@ -490,6 +513,7 @@ struct MoeDispatchGemmPlan {
     i64* whole;  // offsets of a result that is one expert's
     RoutingPlan routing;
     TokenLandingPlan landing;
+    NodeDispatchPlan nodes;
 };
 
 // Arrays that tell the rows of a result apart.
