@@ -1174,7 +1174,7 @@ def plan_reduction(
         engine=chosen.engine,
         tile=chosen.tile,
         cluster=chosen.cluster,
-        split=split if len(nodes) == 1 else (*split, *((options.split or ())[2:] or (1,))),
+        split=with_inter_reduce(split, nodes, options),
         shared_bytes=chosen.shared_bytes(dtype, accumulator_dtype(dtype)),
         tf32=options.tf32,
         nodes=nodes,
@@ -1185,6 +1185,13 @@ def plan_reduction(
         ),
         **more,
     )
+
+
+def with_inter_reduce(
+    split: tuple[int, ...], nodes: tuple[int, ...], options: Options
+) -> tuple[int, ...]:
+    """Return a split with the agents that add what leaves their node, if there is another."""
+    return split if len(nodes) == 1 else (*split, *((options.split or ())[2:] or (1,)))
 
 
 def added_parts(parts: tuple[int, ...], nodes: tuple[int, ...]) -> tuple[list[int], list[int]]:

@@ -63,6 +63,10 @@ NODE_RACES = ("test_thread_sanitizer.py::test_ranks_as_threads_do_not_race[node_
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 NODE_WINDOW = ("test_node_window.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 NODE_EXPERTS = ("test_node_experts.py::test_dispatch_back_to_back_with_late_ranks_and_roles",)
+NODE_COMBINE = ("test_node_experts.py::test_combine_back_to_back_with_late_ranks_and_roles",)
+NODE_EXPERT_ORDER = (
+    "test_node_experts.py::test_sums_are_in_the_order_of_ranks_in_a_node_and_then_of_nodes",
+)
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
@@ -747,6 +751,28 @@ MUTANTS = {
         "if (id >= plan_.first_expert[node] && id < least) least = id;",
         "if (id >= plan_.first_expert[node]) least = id;",
         NODE_EXPERTS,
+    ),
+    "node experts: weights that have not come": Mutant(
+        "moe_combine.cu", "|| !shown.await(peer, Crossing::heads)) break;", ") break;", NODE_COMBINE
+    ),
+    "node experts: sums that peers have not formed": Mutant(
+        H + "combine.cuh",
+        "[&](u64 i) { return &summed_at(launch_.rank(), source, launch_.neighbour(1 + i))[chunk]; "
+        "},",
+        "[&](u64) { return plan_.computed; },",
+        NODE_COMBINE,
+    ),
+    "node experts: sums that other nodes have not sent": Mutant(
+        H + "combine.cuh",
+        "if (several_nodes) fine = fine && await_other_nodes(chunk);",
+        "",
+        NODE_COMBINE,
+    ),
+    "node experts: order of nodes": Mutant(
+        H + "combine.cuh",
+        "for (u64 node = 0; node <= network.gateway_count; ++node) {",
+        "for (u64 node = network.gateway_count; node < ~u64(0); --node) {",
+        NODE_EXPERT_ORDER,
     ),
     "attention on GPUs: wait for a panel": Mutant(
         H + "engine/attention_portable.cuh",

@@ -285,8 +285,12 @@ class _Experts:
         return sum(int((self._owner[ids] == rank).any(axis=1).sum()) for ids in peers)
 
     def sums_to(self, rank: int) -> int:
-        """Return how many sums for its tokens a rank gets from peers."""
-        return sum(len(set(self._owner[row].tolist()) - {rank}) for row in self.ids[rank])
+        """Return how many sums a rank gets from peers: for its tokens, and those it stands for."""
+        topology = Topology(rank, self._nodes)
+        peers = set(topology.peers) - {rank}
+        owners = (rank, *topology.sources)
+        rows = (row for owner in owners for row in self._owner[self.ids[owner]].tolist())
+        return sum(len(set(row) & peers) for row in rows)
 
 
 def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
@@ -321,9 +325,16 @@ def _moe_combine(comm: Communicator, case: _ExpertCase) -> _Measured:
     rows, (weights,) = layout.trim(rows), data.of(comm, "weights")
     found = np.array(comm.machine.asnumpy(rows))
     blocks = comm.agree("the rows of the demo", lambda: found)
-    expected = reference.moe_combine(blocks, data.ids, data.weights[rank], rank, case.experts)
+    nodes = comm.topology.sizes
+    expected = reference.moe_combine(
+        blocks, data.ids, data.weights[rank], rank, case.experts, nodes=nodes
+    )
     with MoeCombine(rows, weights, layout, comm=comm) as step:
         planned = data.sums_to(rank) * case.inner * expected.dtype.itemsize
+        if _counts(comm):
+            agreed = step.plan.combine
+            planned += agreed.sums_to_network(rank, data.ids, case.experts)
+            planned += agreed.weights_to_network(rank, len(weights))
         return _time(comm, expected, lambda out: step(rows, weights, layout, out=out), planned)
 
 
@@ -332,12 +343,17 @@ def _moe_layer(comm: Communicator, case: _ExpertCase) -> _Measured:
     expected = reference.moe_layer(
         *(data.x, data.ids, data.weights[rank], data.w1, data.w2),
         *(rank, case.experts, case.activation),
+        nodes=comm.topology.sizes,
     )
     own = data.of(comm, "x", "ids", "weights", "w1", "w2")
     asked = {"num_experts": case.experts, "activation": case.activation}
     with MoeLayer(*own, comm=comm, **asked) as step:
         columns = data.tokens_to(rank) * case.h + data.sums_to(rank) * case.n
         planned = columns * expected.dtype.itemsize
+        if _counts(comm):
+            agreed = step.plan.layer
+            planned += agreed.dispatch.bytes_to_network(rank, data.ids[rank])
+            planned += agreed.combine.sums_to_network(rank, data.ids, case.experts)
         return _time(comm, expected, lambda out: step(*own, out=out), planned)
 
 
@@ -401,31 +417,21 @@ class _Operator:
     name: str
     cases: Callable[[int], Iterator[Any]]
     run: Callable[[Communicator, Any], _Measured]
-    across_nodes: bool = False
-
-    def runs_on(self, comm: Communicator) -> bool:
-        """Return whether it works for these ranks."""
-        return self.across_nodes or comm.num_nodes == 1
 
     def cases_for(self, comm: Communicator) -> Iterator[Any]:
         """Yield the cases for these ranks; between nodes two types stand for all."""
-        for case in self.cases(comm.size) if self.runs_on(comm) else ():
+        for case in self.cases(comm.size):
             if comm.num_nodes == 1 or case.dtype in ("bfloat16", "float32"):
                 yield case
 
 
 _NOTHING = (None,) * 4
 _OPERATORS = (
-    _Operator("allgather_gemm", _gemm_cases, _allgather_gemm, across_nodes=True),
-    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
-    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce, across_nodes=True),
-    _Operator("ring_attention", _attention_cases, _ring_attention, across_nodes=True),
-    _Operator(
-        "moe_dispatch_gemm",
-        lambda n: _expert_cases(n, *_NOTHING),
-        _moe_dispatch_gemm,
-        across_nodes=True,
-    ),
+    _Operator("allgather_gemm", _gemm_cases, _allgather_gemm),
+    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter),
+    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
+    _Operator("ring_attention", _attention_cases, _ring_attention),
+    _Operator("moe_dispatch_gemm", lambda n: _expert_cases(n, *_NOTHING), _moe_dispatch_gemm),
     _Operator("moe_combine", lambda n: _expert_cases(n, *_NOTHING), _moe_combine),
     _Operator("moe_layer", lambda n: _expert_cases(n, "swiglu", "silu", "gelu", None), _moe_layer),
 )

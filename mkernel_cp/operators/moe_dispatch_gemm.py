@@ -500,9 +500,9 @@ def gpu_capacity(kernel: Any, nbytes: int, options: plans.Options, comm: Communi
     return kernel.capacity(nbytes, options.sm_budget) if comm.machine.gpu is not None else 0
 
 
-def counts_of(agreed: Dispatch, split: tuple[int, int], comm: Communicator) -> Any:
+def counts_of(agreed: Dispatch, split: tuple[int, ...], comm: Communicator) -> Any:
     """Return an array for what each agent that sorts counts."""
-    movers, compute = split
+    movers, compute, *_ = split
     return comm.machine.empty((movers or compute, agreed.experts + 1, 2), np.dtype(np.int64))
 
 
@@ -562,16 +562,19 @@ def mirror_plan(agreed: Dispatch | Combine, arena: Arena) -> Any:
 
 
 def node_dispatch_plan(
-    agreed: Dispatch, arrays: dict[str, Any], arena: Arena, comm: Communicator
+    agreed: Dispatch, arrays: dict[str, Any], arena: Arena, comm: Communicator, more: int = 0
 ) -> Any:
-    """Return the struct ``NodeDispatchPlan``; put what it points to with other `arrays`."""
+    """Return the struct ``NodeDispatchPlan``; put what it points to with other `arrays`.
+
+    `more`: chunks besides, that may come over the network.
+    """
     structures = structs.shared()
     if not agreed.several_nodes:
         return structures.NodeDispatchPlan()
     base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
     at, begins = offsets_of(agreed.arena_sizes()), np.cumsum([0, *agreed.nodes])
     firsts = np.cumsum([0, *agreed.experts_of])[begins]
-    chunks = agreed.ranks * agreed.parts
+    chunks = agreed.ranks * agreed.parts + more
     constant = comm.machine.constant
     arrays["first_expert"] = constant(firsts.astype(np.int64))
     arrays["writes"] = constant(np.ones(chunks, np.uint64))

@@ -1,32 +1,85 @@
 // Tokens between nodes. A rank sends to its gateway on each other node first what all agree by, and then the tokens that
-// somebody there needs, each once, and the tables that say who. The gateway's node reads all of it there.
+// somebody there needs, each once, and the tables that say who. The gateway's node reads all of it there. The gateway adds
+// up what its node has made of the rank's tokens, and sends that back.
 #pragma once
 
+#include "combine.cuh"
 #include "experts.cuh"
 #include "internode.cuh"
 
 namespace mk {
 
+// What goes from ranks to gateways, part by part.
+class NodeMirrors {
+public:
+    MK_DEVICE NodeMirrors(Launch& launch, const MirrorPlan& plan)
+        : launch_(launch), network_(*launch.world().network), plan_(plan), shown_(launch, plan), mail_(launch) {}
+
+    MK_DEVICE const Network& network() const { return network_; }
+    MK_DEVICE const Shown& shown() const { return shown_; }
+    MK_DEVICE Mail& mail() { return mail_; }
+    MK_DEVICE u64 node_of(u64 gateway) const { return gateway + (gateway >= network_.node ? 1 : 0); }
+
+    // Sends a part, one write, to a gateway.
+    MK_DEVICE void send(u64 gateway, u64 part, Place from, Place to, u64 bytes, Completed written) {
+        post(network_.gateways[gateway], launch_.rank() * plan_.parts + part, from, to, bytes, written);
+    }
+    // What is part of a table, to where the gateway has this rank's.
+    MK_DEVICE void send(u64 gateway, Crossing part, Place from, Place to, u64 bytes, Completed written) {
+        send(gateway, u64(part), from, shown_.mirrored(launch_.rank(), to), bytes, written);
+    }
+    MK_DEVICE void post(u64 peer, u64 chunk, Place from, Place to, u64 bytes, Completed written) {
+        mail_.channel().post({peer, 2 * launch_.size() + chunk, {from.segment, from.offset}, {to.segment, to.offset}, bytes,
+                              bytes, 1, bytes},
+                             written);
+    }
+
+    // Waits for a part of what a source sends, and tells this node.
+    MK_DEVICE void pass_on(u64 source, Crossing part, u64 further = 0) {
+        const u64 number = u64(part) + further;
+        const u64* arrived = &network_.arrived[2 * launch_.size() + source * plan_.parts + number];
+        if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, source, number})) return;
+        for (u64 i = 0; i < launch_.node().size; ++i)
+            launch_.raise<Scope::system>(shown_.heard(launch_.neighbour(i), source, number), 1, Completed());
+    }
+
+    // The end of inter-send: what it has sent may be overwritten. And that of inter-receive: its sources are let go.
+    MK_DEVICE void await_receipts() {
+        mail_.channel().flush();
+        for (u64 i = 0; i < network_.gateway_count; ++i) mail_.await_receipt(network_.gateways[i]);
+    }
+    MK_DEVICE void send_receipts() {
+        for (u64 i = 0; i < network_.source_count; ++i) mail_.send_receipt(network_.sources[i], Completed());
+        mail_.channel().flush();
+    }
+
+private:
+    Launch& launch_;
+    const Network& network_;
+    const MirrorPlan& plan_;
+    Shown shown_;
+    Mail mail_;
+};
+
 class NodeDispatch {
 public:
     MK_DEVICE NodeDispatch(Launch& launch, const RoutingPlan& routing, const TokenLandingPlan& landing,
                            const NodeDispatchPlan& plan)
-        : launch_(launch), network_(*launch.world().network), routing_(routing), landing_(landing), plan_(plan),
-          shown_(launch, routing.mirror), mail_(launch) {}
+        : launch_(launch), routing_(routing), landing_(landing), plan_(plan), mirrors_(launch, routing.mirror),
+          network_(mirrors_.network()), shown_(mirrors_.shown()) {}
 
     // For inter-send; `own`: this rank's tokens.
     MK_DEVICE void send(const CallMessage& message, const TokenChoice& choice, Lines own) {
-        mail_.announce(message, plan_.writes, plan_.chunks);
+        mirrors_.mail().announce(message, plan_.writes, plan_.chunks);
         Routing routing(launch_, routing_);
         if (routing.await_sorted(launch_.readers() - 1))
             for (u64 i = 0; i < network_.gateway_count; ++i) list_crossing(i, choice);
         const Completed listed = Writes().complete(launch_.agent());
         for (u64 i = 0; i < network_.gateway_count; ++i)
             if (launch_.await_call(network_.gateways[i], message.digest))
-                send_table(i, Crossing::heads, routing_.summary, routing_.summary, u64(plan_.head_bytes), listed);
+                mirrors_.send(i, Crossing::heads, routing_.summary, routing_.summary, u64(plan_.head_bytes), listed);
         if (routing.await() && !routing.refused()) send_tokens(own, listed);
-        mail_.channel().flush();
-        for (u64 i = 0; i < network_.gateway_count; ++i) mail_.await_receipt(network_.gateways[i]);
+        mirrors_.await_receipts();
     }
 
     // For inter-receive; more() waits for what else comes.
@@ -34,21 +87,19 @@ public:
     MK_DEVICE void receive(u64 digest, More more) {
         for (u64 i = 0; i < network_.source_count; ++i) {
             const u64 source = network_.sources[i];
-            mail_.pass_on_call(source, digest, [&](CallMessage& message) {  // its tokens will be here
+            mirrors_.mail().pass_on_call(source, digest, [&](CallMessage& message) {  // its tokens will be here
                 message.operand = {plan_.landed.segment, plan_.landed.offset + source * room()};
                 message.operand_pitch = u64(landing_.bytes);
             });
         }
-        for (u64 i = 0; i < network_.source_count; ++i) pass_on(network_.sources[i], Crossing::heads);
+        for (u64 i = 0; i < network_.source_count; ++i) mirrors_.pass_on(network_.sources[i], Crossing::heads);
         Routing routing(launch_, routing_);
         if (routing.await() && !routing.refused()) pass_on_tokens(), more();
-        for (u64 i = 0; i < network_.source_count; ++i) mail_.send_receipt(network_.sources[i], Completed());
-        mail_.channel().flush();
+        mirrors_.send_receipts();
     }
 
 private:
     MK_DEVICE u64 room() const { return u64(routing_.max_tokens * landing_.bytes); }
-    MK_DEVICE u64 node_of(u64 gateway) const { return gateway + (gateway >= network_.node ? 1 : 0); }
 
     // What a rank has before its rows, or tokens, for the experts of a node, and with them.
     struct Share {
@@ -64,7 +115,7 @@ private:
     // Gives each token that goes to another node a place among them, and lists for the ranks there the places of theirs.
     MK_DEVICE void list_crossing(u64 gateway, const TokenChoice& choice) {
         const Agent& agent = launch_.agent();
-        const u64 rank = launch_.rank(), node = node_of(gateway);
+        const u64 rank = launch_.rank(), node = mirrors_.node_of(gateway);
         const Share share = share_of(rank, node);
         const u32* tokens = shown_.table<u32>(rank, routing_.tokens);
         u32* list = static_cast<u32*>(launch_.at(rank, plan_.list));
@@ -107,74 +158,110 @@ private:
     MK_DEVICE void send_tokens(Lines own, Completed listed) {
         const u64 rank = launch_.rank();
         for (u64 i = 0; i < network_.gateway_count; ++i) {
-            const Share share = share_of(rank, node_of(i));
+            const Share share = share_of(rank, mirrors_.node_of(i));
             if (share.rows() == 0) continue;
             auto part = [](Place table, i64 first, u64 size) -> Place {
                 return {table.segment, table.offset + u64(first) * size};
             };
             const Place routes = part(routing_.routes, share.before.rows, sizeof(Route));
-            send_table(i, Crossing::routes, routes, routes, u64(share.rows()) * sizeof(Route), listed);
+            mirrors_.send(i, Crossing::routes, routes, routes, u64(share.rows()) * sizeof(Route), listed);
             const i64 first = share.before.tokens;
-            send_table(i, Crossing::list, part(plan_.list, first, sizeof(u32)), part(routing_.tokens, first, sizeof(u32)),
-                       u64(share.with.tokens - first) * sizeof(u32), listed);
+            mirrors_.send(i, Crossing::list, part(plan_.list, first, sizeof(u32)),
+                          part(routing_.tokens, first, sizeof(u32)), u64(share.with.tokens - first) * sizeof(u32), listed);
         }
         for (i64 chunk = 0; chunk < landing_.chunks; ++chunk)
             for (u64 i = 0; i < network_.gateway_count; ++i) send_chunk(i, chunk, own);
     }
 
     MK_DEVICE void send_chunk(u64 gateway, i64 chunk, Lines own) {
-        const Range tokens = block(chunk, landing_.chunk_tokens, crossing(launch_.rank(), node_of(gateway)));
+        const Range tokens = block(chunk, landing_.chunk_tokens, crossing(launch_.rank(), mirrors_.node_of(gateway)));
         if (tokens.size() <= 0) return;
         const u64 bytes = u64(tokens.size() * landing_.bytes), first = u64(tokens.begin * landing_.bytes);
         const Place from{plan_.leaving.segment, plan_.leaving.offset + gateway * room() + first};
         const Place to{plan_.landed.segment, plan_.landed.offset + launch_.rank() * room() + first};
         const u32* order = plan_.order + gateway * u64(routing_.max_tokens) + tokens.begin;
         const Lines packed{static_cast<u8*>(launch_.at(launch_.rank(), from)), landing_.bytes};
-        post(gateway, u64(Crossing::tokens) + u64(chunk), from, to, bytes,
-             copy(launch_.agent(), packed, own, order, tokens.size(), landing_.bytes).complete());
+        mirrors_.send(gateway, u64(Crossing::tokens) + u64(chunk), from, to, bytes,
+                      copy(launch_.agent(), packed, own, order, tokens.size(), landing_.bytes).complete());
     }
-
-    // Sends a part of a table to where the gateway has this rank's.
-    MK_DEVICE void send_table(u64 gateway, Crossing part, Place from, Place to, u64 bytes, Completed written) {
-        post(gateway, u64(part), from, shown_.mirrored(launch_.rank(), to), bytes, written);
-    }
-
-    MK_DEVICE void post(u64 gateway, u64 part, Place from, Place to, u64 bytes, Completed written) {
-        mail_.channel().post({network_.gateways[gateway], number_of(launch_.rank(), part), {from.segment, from.offset},
-                              {to.segment, to.offset}, bytes, bytes, 1, bytes},
-                             written);
-    }
-
-    MK_DEVICE u64 number_of(u64 rank, u64 part) const { return 2 * launch_.size() + rank * routing_.mirror.parts + part; }
 
     MK_DEVICE void pass_on_tokens() {
         for (u64 i = 0; i < network_.source_count; ++i)
             if (share_of(network_.sources[i], network_.node).rows() > 0) {
-                pass_on(network_.sources[i], Crossing::routes);
-                pass_on(network_.sources[i], Crossing::list);
+                mirrors_.pass_on(network_.sources[i], Crossing::routes);
+                mirrors_.pass_on(network_.sources[i], Crossing::list);
             }
         for (i64 chunk = 0; chunk < landing_.chunks; ++chunk)
             for (u64 i = 0; i < network_.source_count; ++i)
                 if (chunk * landing_.chunk_tokens < crossing(network_.sources[i], network_.node))
-                    pass_on(network_.sources[i], Crossing::tokens, u64(chunk));
-    }
-
-    // Waits for a part of what a source sends, and tells this node.
-    MK_DEVICE void pass_on(u64 source, Crossing part, u64 further = 0) {
-        const u64 number = u64(part) + further;
-        const u64* arrived = &network_.arrived[number_of(source, number)];
-        if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, source, number})) return;
-        for (u64 i = 0; i < launch_.node().size; ++i)
-            launch_.raise<Scope::system>(shown_.heard(launch_.neighbour(i), source, number), 1, Completed());
+                    mirrors_.pass_on(network_.sources[i], Crossing::tokens, u64(chunk));
     }
 
     Launch& launch_;
-    const Network& network_;
     const RoutingPlan& routing_;
     const TokenLandingPlan& landing_;
     const NodeDispatchPlan& plan_;
-    Shown shown_;
-    Mail mail_;
+    NodeMirrors mirrors_;
+    const Network& network_;
+    const Shown& shown_;
+};
+
+template <class T, class Partial>
+class NodeCombine {
+public:
+    MK_DEVICE NodeCombine(Launch& launch, const CombinePlan& plan)
+        : launch_(launch), plan_(plan), mirrors_(launch, plan.mirror), network_(mirrors_.network()) {}
+
+    // For inter-send of a call that does nothing else: shows other nodes the weights of this rank's tokens.
+    MK_DEVICE void send(const CallMessage& message, i64 tokens) {
+        const Completed written = mirrors_.mail().announce(message, plan_.nodes.writes, plan_.nodes.chunks);
+        const u64 bytes = u64(tokens * plan_.slots) * sizeof(Accumulator<T>);
+        for (u64 i = 0; i < network_.gateway_count; ++i)
+            if (launch_.await_call(network_.gateways[i], message.digest))
+                mirrors_.send(i, Crossing::heads, plan_.weights, plan_.weights, bytes, written);
+        mirrors_.await_receipts();
+    }
+
+    // For its inter-receive.
+    MK_DEVICE void receive(u64 digest, Combination<T, Partial> combination) {
+        for (u64 i = 0; i < network_.source_count; ++i)
+            mirrors_.mail().pass_on_call(network_.sources[i], digest, [](CallMessage&) {});
+        for (u64 i = 0; i < network_.source_count; ++i) mirrors_.pass_on(network_.sources[i], Crossing::heads);
+        await_sums(combination);
+        mirrors_.send_receipts();
+    }
+
+    // Waits until all that other nodes send has come, also what nobody here waits for.
+    MK_DEVICE void await_sums(Combination<T, Partial> combination) {
+        for (i64 chunk = 0; chunk < plan_.chunks; ++chunk) combination.await_other_nodes(chunk);
+    }
+
+    // For inter-reduce: sends the sources what this node has for their tokens. When it has rows, all have called.
+    MK_DEVICE void add_and_send(Combination<T, Partial> combination) {
+        for (i64 chunk = i64(launch_.member()); chunk < plan_.chunks; chunk += i64(launch_.members()))
+            for (u64 i = 0; i < network_.source_count; ++i) {
+                const u64 source = network_.sources[i];
+                const Place from = message(plan_.nodes.leaving, source, chunk);
+                u8* packed = static_cast<u8*>(launch_.at(launch_.rank(), from));
+                const u64 bytes = combination.pack(source, chunk, packed);
+                const Completed added = Writes().complete(launch_.agent());
+                if (!launch_.live()) return;
+                mirrors_.post(source, plan_.nodes.first_chunk + network_.node * u64(plan_.chunks) + u64(chunk), from,
+                              message(plan_.nodes.arriving, network_.node, chunk), bytes, added);
+            }
+        mirrors_.mail().channel().flush();  // a card may read again what has arrived already, until it says that it was sent
+    }
+
+private:
+    MK_DEVICE Place message(Place first, u64 line, i64 chunk) const {
+        const u64 number = line * u64(plan_.chunks) + u64(chunk);
+        return {first.segment, first.offset + number * u64(plan_.nodes.message_bytes)};
+    }
+
+    Launch& launch_;
+    const CombinePlan& plan_;
+    NodeMirrors mirrors_;
+    const Network& network_;
 };
 
 }  // namespace mk

@@ -61,7 +61,7 @@ template <class>
 class Internode;
 template <class>
 class NodeWindow;
-class NodeDispatch;
+class NodeMirrors;
 template <class, class>
 class NodeSums;
 
@@ -79,7 +79,7 @@ class Completed {
     friend class Internode;
     template <class>
     friend class NodeWindow;
-    friend class NodeDispatch;
+    friend class NodeMirrors;
     template <class, class>
     friend class NodeSums;
 };

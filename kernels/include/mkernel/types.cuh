@@ -538,6 +538,19 @@ struct MoeDispatchGemmParams {
     u64 reserved[8];
 };
 
+// Sums between nodes: of each chunk of a rank's tokens, its gateway on another node sends one message. It says where in it
+// the sum for each token is, or that there is none (u32), and behind that are the sums, without gaps.
+struct NodeCombinePlan {
+    Place summed;       // [rank of another node][rank][chunk]: signals: the one's sums for the other's tokens are there
+    Place leaving;      // [rank][chunk]: messages
+    Place arriving;     // [node][chunk]
+    i64 head_bytes;     // of a message
+    i64 message_bytes;  // at the most
+    u64 first_chunk;    // [node][chunk]: of what may come over the network
+    u64 chunks;         // all that may
+    u64* writes;        // [chunk]: in how many
+};
+
 // Sums over the rows of each token, which the ranks of its experts form for the rank that has it. `Place`s are what peers
 // read or raise, at the same place in every rank's segment.
 struct CombinePlan {
@@ -555,6 +568,8 @@ struct CombinePlan {
     Place sent;     // [rank][token]: as signals: the rank has a sum for this one's token
     Place summed;   // [rank][chunk]: signals: the rank's sums for this one's tokens are there
     u64* computed;  // [compute agent]: signals: its rows are there, and what they are made of is known
+    MirrorPlan mirror;
+    NodeCombinePlan nodes;
 };
 
 // What does not change from call to call of moe_combine.
@@ -596,6 +611,7 @@ struct MoeLayerPlan {
     void* stash;    // [compute agent]: sums of a tile, until those that they are multiplied with are there
     RoutingPlan routing;
     TokenLandingPlan landing;
+    NodeDispatchPlan nodes;
     CombinePlan combine;
 };
 
