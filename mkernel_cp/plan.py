@@ -26,8 +26,6 @@ _MOVERS = 20
 _CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 16, 1 << 14
 _CHUNKS = 1024  # or more, if they are large
 _CHUNK_LINE, _CHUNK_LINES = 2048, 32  # bytes of a line of a chunk, and at most so many lines
-# Of the first word of a rank to another node.
-LETTER_BYTES = 64
 # Where data pass through slots of host memory: in a slot, before them, and of a word that tells
 # that it is free.
 SLOT_BYTES, PARCEL_BYTES, CREDIT_BYTES = 1 << 16, 64, 8
@@ -617,8 +615,35 @@ class PlanFile:
                 ) from None
 
 
+class NodesPlan(PlanFile):
+    """What plans have whose ranks may be on several nodes: `rank`, and the ranks of each node."""
+
+    rank: int
+    nodes: tuple[int, ...]
+
+    @property
+    def network_agents(self) -> int:
+        """Agents that serve the network."""
+        return 2 if len(self.nodes) > 1 else 0
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes, as this rank sees them."""
+        return Topology(self.rank, self.nodes)
+
+    def _between_nodes(self, receivers: list[int]) -> tuple[str, ...]:
+        """Return what leaves the node for some ranks, in words."""
+        if len(self.nodes) == 1:
+            return ()
+        ranks = f"rank{'s' * (len(receivers) > 1)} {', '.join(map(str, receivers)) or 'none'}"
+        return (
+            f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
+            f"{ranks}",
+        )
+
+
 @dataclass(frozen=True)
-class GemmPlan(PlanFile):
+class GemmPlan(NodesPlan):
     """What the plans of all operators that multiply have.
 
     Attributes
@@ -678,30 +703,13 @@ class GemmPlan(PlanFile):
         """Agents that serve the network, beside those that add."""
         return _network_agents(self.nodes, self.cluster, sum(self.split[2:]))
 
-    @property
-    def topology(self) -> Topology:
-        """The nodes, as this rank sees them."""
-        return Topology(self.rank, self.nodes)
-
-    @property
-    def _letter_bytes(self) -> int:
-        """Bytes of letters and receipts that this rank sends in one call."""
-        topology = self.topology
-        return (len(topology.gateways) + len(topology.sources)) * LETTER_BYTES
-
     def _staging_bytes(self, sent: int, received: int) -> int:
         """Bytes that slots add to what this rank sends, for so many sent and received by it."""
         return self.staged * (PARCEL_BYTES * sent + CREDIT_BYTES * received)
 
     def _between_nodes(self, receivers: list[int]) -> tuple[str, ...]:
-        """Return what leaves the node for some ranks, in words."""
-        if len(self.nodes) == 1:
-            return ()
-        ranks = f"rank{'s' * (len(receivers) > 1)} {', '.join(map(str, receivers)) or 'none'}"
-        return (
-            f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
-            f"{ranks}{', through slots of host memory' if self.staged else ''}",
-        )
+        how = ", through slots of host memory" if self.staged else ""
+        return tuple(words + how for words in super()._between_nodes(receivers))
 
     def _heading(self) -> tuple[str, str]:
         clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
@@ -779,7 +787,7 @@ class AllGatherGemmPlan(GemmPlan):
         sent = len(topology.gateways) * self._parcels(self.rank)
         received = sum(map(self._parcels, topology.sources))
         rows = len(topology.gateways) * self.row_bytes(self.rank)
-        return rows + self._letter_bytes + self._staging_bytes(sent, received)
+        return rows + topology.letter_bytes + self._staging_bytes(sent, received)
 
     def _lines(self, rank: int) -> Iterator[tuple[int, int]]:
         """Give the lines of each chunk of a rank's rows, and the bytes of one.
@@ -900,11 +908,11 @@ class GemmReduceScatterPlan(GemmPlan):
     @property
     def bytes_to_network(self) -> int:
         """Bytes that this rank sends to other nodes in one call: its node's sums, letters."""
-        sources, dtype = self.topology.sources, self.transfer_dtype
-        sent = sum(self._parcels(rank, dtype) for rank in sources)
-        received = len(self.topology.gateways) * self._parcels(self.rank, dtype)
+        topology, dtype = self.topology, self.transfer_dtype
+        sent = sum(self._parcels(rank, dtype) for rank in topology.sources)
+        received = len(topology.gateways) * self._parcels(self.rank, dtype)
         slots = self._staging_bytes(sent, received)
-        return self.sum_bytes(sources, dtype) + self._letter_bytes + slots
+        return self.sum_bytes(topology.sources, dtype) + topology.letter_bytes + slots
 
     def _parcels(self, rank: int, dtype: np.dtype) -> int:
         """Return in how many slots sums of a rank's rows leave another one."""
@@ -1318,6 +1326,13 @@ def plan_reduction(
         ),
         **more,
     )
+
+
+def with_inter_reduce(
+    split: tuple[int, ...], nodes: tuple[int, ...], options: Options
+) -> tuple[int, ...]:
+    """Return a split with the agents that add what leaves their node, if there is another."""
+    return split if len(nodes) == 1 else (*split, *((options.split or ())[2:] or (1,)))
 
 
 def added_parts(parts: tuple[int, ...], nodes: tuple[int, ...]) -> tuple[list[int], list[int]]:

@@ -67,6 +67,12 @@ NODE_RACES, EXPERT_RACES = (
 )
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 STAGED = ("test_staging.py::test_calls_and_replays_with_late_ranks_and_roles",)
+NODE_WINDOW = ("test_node_window.py::test_back_to_back_calls_with_late_ranks_and_roles",)
+NODE_EXPERTS = ("test_node_experts.py::test_dispatch_back_to_back_with_late_ranks_and_roles",)
+NODE_COMBINE = ("test_node_experts.py::test_combine_back_to_back_with_late_ranks_and_roles",)
+NODE_EXPERT_ORDER = (
+    "test_node_experts.py::test_sums_are_in_the_order_of_ranks_in_a_node_and_then_of_nodes",
+)
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
@@ -750,6 +756,107 @@ MUTANTS = {
         "bytes_of<Partial>(part), added);\n        }\n        mail_.channel().flush();",
         "bytes_of<Partial>(part), added);\n        }",
         NODES,
+    ),
+    "node window: sent before the call": Mutant(
+        H + "node_window.cuh",
+        "for (u64 i = 0; i < network_.gateway_count; ++i) "
+        "launch_.await_call(network_.gateways[i], message.digest);",
+        "",
+        NODE_WINDOW,
+    ),
+    "node window: sent before there is room": Mutant(
+        H + "node_window.cuh",
+        "launch_.wait(launch_.agent(), signal, 1, {Awaited::credit, network_.gateways[other], "
+        "before});",
+        "(void)signal;",
+        NODE_WINDOW,
+    ),
+    "node window: room while this rank reads": Mutant(
+        H + "node_window.cuh", "window_.await_left(unit);", "", NODE_WINDOW
+    ),
+    "node window: room while node peers read": Mutant(
+        H + "node_window.cuh",
+        "launch_.wait(launch_.agent(), freed(launch_.rank(), peer), unit + 1, {Awaited::credit, "
+        "peer, unit});",
+        "(void)peer;",
+        NODE_WINDOW,
+    ),
+    "node window: gate of the network": Mutant(
+        H + "node_window.cuh",
+        "if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, run.source, index})) "
+        "return false;",
+        "(void)arrived;",
+        NODE_WINDOW,
+    ),
+    "node window: chunks that the gateway has": Mutant(
+        H + "node_window.cuh",
+        "if (!launch_.wait(launch_.agent(), heard(launch_.rank(), index), 1, {Awaited::network, "
+        "run.source, index}))\n            return {nullptr, 0};",
+        "",
+        NODE_WINDOW,
+    ),
+    "node experts: sent before the call": Mutant(
+        H + "node_experts.cuh",
+        "if (launch_.await_call(network_.gateways[i], message.digest))",
+        "",
+        NODE_EXPERTS,
+    ),
+    "node experts: listed before they are sorted": Mutant(
+        H + "node_experts.cuh",
+        "if (routing.await_sorted(launch_.readers() - 1))",
+        "",
+        NODE_EXPERTS,
+    ),
+    "node experts: agreed by what has not come": Mutant(
+        H + "experts.cuh",
+        "|| !shown_.await(peer, Crossing::heads)) return;",
+        ") return;",
+        NODE_EXPERTS,
+    ),
+    "node experts: lists that have not come": Mutant(
+        H + "experts.cuh", "|| !shown_.await(source, Crossing::list)", "", NODE_EXPERTS
+    ),
+    "node experts: tokens that the gateway has not": Mutant(
+        H + "experts.cuh",
+        "if (several_nodes && !shown_.in_node(source) && !await_at_gateway(source, list, "
+        "landing.size())) return;",
+        "",
+        NODE_EXPERTS,
+    ),
+    "node experts: gate of the network": Mutant(
+        H + "node_experts.cuh",
+        "if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, source, number})) "
+        "return;",
+        "(void)arrived;",
+        NODE_EXPERTS,
+    ),
+    "node experts: a token that two ranks want": Mutant(
+        H + "node_experts.cuh",
+        "if (id >= plan_.first_expert[node] && id < least) least = id;",
+        "if (id >= plan_.first_expert[node]) least = id;",
+        NODE_EXPERTS,
+    ),
+    "node experts: weights that have not come": Mutant(
+        "moe_combine.cu", "|| !shown.await(peer, Crossing::heads)) break;", ") break;", NODE_COMBINE
+    ),
+    "node experts: sums that peers have not formed": Mutant(
+        H + "combine.cuh",
+        "[&](u64 i) { return &summed_at(launch_.rank(), source, launch_.neighbour(1 + i))[chunk]; "
+        "},",
+        "[&](u64) { return plan_.computed; },",
+        NODE_COMBINE,
+    ),
+    "node experts: sums that other nodes have not sent": Mutant(
+        H + "combine.cuh",
+        "if (several_nodes) fine = fine && await_other_nodes(chunk);",
+        "",
+        NODE_COMBINE,
+    ),
+    "node experts: order of nodes": Mutant(
+        H + "combine.cuh",
+        "for (u64 node = 0; node <= network.gateway_count; ++node) {",
+        "for (u64 node = network.gateway_count; node < ~u64(0); --node) {",
+        NODE_EXPERT_ORDER,
     ),
     "attention on GPUs: wait for a panel": Mutant(
         H + "engine/attention_portable.cuh",

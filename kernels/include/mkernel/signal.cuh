@@ -29,6 +29,7 @@ enum class Awaited : u64 {
     sent = 12,
     network = 13,  // a chunk from another node
     receipt = 14,  // of what was sent there
+    credit = 15,   // that a unit is needed no more
     slot = 16,     // of host memory, at a rank that something is sent to
 };
 enum class Reason : u64 {
@@ -59,6 +60,9 @@ template <class>
 class Window;
 template <class>
 class Internode;
+template <class>
+class NodeWindow;
+class NodeMirrors;
 template <class, class>
 class NodeSums;
 class Stager;
@@ -75,6 +79,9 @@ class Completed {
     friend class Window;
     template <class>
     friend class Internode;
+    template <class>
+    friend class NodeWindow;
+    friend class NodeMirrors;
     template <class, class>
     friend class NodeSums;
     friend class Stager;
