@@ -928,8 +928,8 @@ class Communicator:
         """Raise for what cannot pass through slots of host memory on its way to other nodes."""
         if self.staging_agents:
             raise errors.ConfigurationError(
-                f"{what} works between nodes only where network cards reach the memory of kernels so "
-                f"far, and the ranks of this communicator, on {self.target}, are on nodes of "
+                f"{what} works between nodes only where network cards reach the memory of kernels "
+                f"so far, and the ranks of this communicator, on {self.target}, are on nodes of "
                 f"{list(self.topology.sizes)}: use one node, or target='host'"
             )
 
