@@ -26,7 +26,7 @@ using OutType = MK_OUT_TYPE;
 
 MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     const MoeDispatchGemmPlan& plan = *p.plan;
-    Launch launch(p.world, plan.split);
+    Launch launch(p.world, plan.split, Agent::warps);
     const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
 
     Routing(launch, plan.routing).sort(p.choice, p.tokens, launch.agent().scratch(), p.origins.expert_offsets);
@@ -34,13 +34,15 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     auto let_go = [](Launch& self) {
         for (u64 i = 1; i < self.node().size; ++i) self.have_read(self.neighbour(i), self.readers());
     };
+    auto meet = [&](Launch& self) {
+        if (self.member() > 0) return;
+        Routing routing(self, plan.routing);
+        self.announce(p.message);  // with it, the peers may read the tables too
+        routing.await_shares(plan.digest);
+        routing.agree(p.origins.expert_offsets, self.agent().scratch());
+    };
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
-        if (self.member() == 0) {
-            self.announce(p.message);  // with it, the peers may read the tables too
-            routing.await_shares(plan.digest);
-            routing.agree(p.origins.expert_offsets, scratch);
-        }
         if (routing.await() && !routing.refused()) {
             Courier<> courier(self, scratch);
             TokenLanding landing(self, plan.routing, plan.landing, p.origins.expert_offsets);
@@ -56,12 +58,18 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     };
     auto nodes = [&] { return NodeDispatch(launch, plan.routing, plan.landing, plan.nodes); };
 
-    if (launch.is(Role::mover) && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
+    if (launch.is(Role::mover)) {
+        meet(launch);
+        if (!launch.by_warps(bring_tokens)) launch.drop();
+    }
     if (several_nodes && launch.is(Role::inter_send)) nodes().send(p.message, p.choice, own), let_go(launch);
     if (several_nodes && launch.is(Role::inter_receive)) nodes().receive(plan.digest, [] {});
 
     if (launch.is(Role::compute)) {
-        if (plan.split.movers == 0 && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
+        if (plan.split.movers == 0) {
+            meet(launch);
+            if (!bring_tokens(launch, launch.agent().scratch())) launch.drop();
+        }
         Routing routing(launch, plan.routing);
         TokenLanding landing(launch, plan.routing, plan.landing, p.origins.expert_offsets);
         // Who never learns where the experts' rows are leaves NaN everywhere. Of a refused call there are none.

@@ -33,7 +33,7 @@ constexpr bool in_turn = gated && !paired;
 
 MK_KERNEL(moe_layer, MoeLayerParams, p) {
     const MoeLayerPlan& plan = *p.plan;
-    Launch launch(p.world, plan.split);
+    Launch launch(p.world, plan.split, Agent::warps);
     const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
     auto combination = [&](Launch& self) {
         return Combination<Type, PartialType>(self, plan.combine, *plan.made, plan.capacity);
@@ -41,13 +41,15 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
 
     Routing(launch, plan.routing).sort(p.choice, p.tokens, launch.agent().scratch(), plan.expert_offsets);
 
+    auto meet = [&](Launch& self) {
+        if (self.member() > 0) return;
+        Routing routing(self, plan.routing);
+        self.announce(p.message);  // with it, the peers may read the tables too
+        routing.await_shares(plan.digest);
+        routing.agree(plan.expert_offsets, self.agent().scratch());
+    };
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
-        if (self.member() == 0) {
-            self.announce(p.message);  // with it, the peers may read the tables too
-            routing.await_shares(plan.digest);
-            routing.agree(plan.expert_offsets, scratch);
-        }
         if (routing.await() && !routing.refused()) {
             Courier<> courier(self, scratch);
             TokenLanding landing(self, plan.routing, plan.landing, plan.expert_offsets);
@@ -59,8 +61,13 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
         return self.live();
     };
 
-    const bool brings = launch.is(Role::mover) || plan.split.movers == 0;
-    if (brings && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
+    if (launch.is(Role::mover)) {
+        meet(launch);
+        if (!launch.by_warps(bring_tokens)) launch.drop();
+    } else if (plan.split.movers == 0) {
+        meet(launch);
+        if (!bring_tokens(launch, launch.agent().scratch())) launch.drop();
+    }
 
     auto nodes = [&] { return NodeCombine<Type, PartialType>(launch, plan.combine); };
     auto tokens = [&] { return NodeDispatch(launch, plan.routing, plan.landing, plan.nodes); };

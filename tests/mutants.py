@@ -407,7 +407,7 @@ MUTANTS = {
         H + "experts.cuh", "if (!await_others(1)) return;", "", EXPERTS
     ),
     "experts: wait for the others' lists": Mutant(
-        H + "experts.cuh", "if (first) await_others(2);", "", EXPERTS
+        H + "experts.cuh", "if (first) await_sorted();", "", EXPERTS
     ),
     "experts: call before the tables are there": Mutant(
         "moe_dispatch_gemm.cu",

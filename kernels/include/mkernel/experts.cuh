@@ -397,14 +397,10 @@ private:
     MK_DEVICE bool await_tokens(const Agent& who, u64 source, i64 count) {
         const i64 end = ceil_div(count, plan_.chunk_tokens), movers = i64(launch_.readers());
         const i64 begin = end > movers ? end - movers : 0;
-        bool all = who.lanes() == 1;  // loads that do not wait for each other
-        for (i64 i = begin; i < end; ++i) all = launch_.sees(&plan_.arrived[chunk_of(source, i)], 1) && all;
-        if (all) acquire_seen();
-        for (i64 i = begin; !all && i < end; ++i) {
-            const u64 chunk = chunk_of(source, i);
-            if (!launch_.wait(who, &plan_.arrived[chunk], 1, {Awaited::arrival, everyone, chunk})) return false;
-        }
-        return true;
+        const u64 last = u64(end - begin), first = chunk_of(source, begin);
+        auto signal = [&](u64 i) { return &plan_.arrived[first + i]; };
+        return launch_.all_there(who, last, 1, signal) ||
+               launch_.wait_all(who, last, 1, signal, [&](u64 i) { return Subject{Awaited::arrival, everyone, first + i}; });
     }
 
     // Finds out which tokens of a peer are in this mover's chunks. Lists come behind routes.
