@@ -422,6 +422,12 @@ MUTANTS = {
     "experts: parts that overlap": Mutant(
         H + "experts.cuh", "desk.next[expert] = before;", "desk.next[expert] = {0, 0};", EXPERTS
     ),
+    "experts: counts of the first agents only": Mutant(
+        H + "experts.cuh",
+        "begin < members; begin += batch",
+        "begin < batch; begin += batch",
+        ("test_moe_dispatch_gemm.py::test_same_bits_over_repeats_and_splits",),
+    ),
     "experts: rows that are sorted before": Mutant(
         H + "experts.cuh",
         "const i64 token = first + i / slots, place = ",
@@ -908,8 +914,9 @@ MUTANTS = {
 for name, (file, old, new) in {
     "hopper: stage loaded too early": (
         "hopper.cuh",
-        "ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);",
-        "",
+        "ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);\n"
+        "                    ptx::arrive_expect(",
+        "ptx::arrive_expect(",
     ),
     "hopper: stage given back too early": (
         "hopper.cuh",
