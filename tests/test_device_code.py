@@ -156,6 +156,14 @@ EXPERTS = [
 ]
 
 
+def test_compiles_for_several_nodes():
+    """What serves the network is no part of what multiplies, and takes no registers from it."""
+    macros = MACROS["double-double"] | {"MK_NODES": 1}
+    cubin, log = compile_kernel("allgather_gemm", "sm_90a", macros)
+    found = complaint(cubin, log, "allgather_gemm", limit=64)
+    assert found is None, found
+
+
 @pytest.mark.parametrize(("name", "architecture", "macros"), EXPERTS)
 def test_operators_on_experts_compile_as_device_code(name, architecture, macros):
     found = complaint(*compile_kernel(name, architecture, macros), name, architecture)
