@@ -109,7 +109,7 @@ def test_cards_write_sums_as_the_plan_says(operator):
 def test_a_line_may_be_longer_than_a_slot(monkeypatch):
     monkeypatch.setattr(plan, "SLOT_BYTES", 128)
     assert [plan.parcels(*of) for of in ((0, 5), (5, 0), (3, 128), (4, 40), (2, 300))] == [
-        *(0, 0, 3, 2, 6)
+        *(1, 1, 3, 2, 6)
     ]
 
 

@@ -84,8 +84,10 @@ private:
     MK_DEVICE bool send_in_parcels(const Write& write) {
         u64 run = write.line_bytes, lines = write.lines;
         if (write.from_pitch == run && write.to_pitch == run) run *= lines, lines = 1;
-        const u64 width = run < staging_.room ? run : staging_.room, height = staging_.room / width;
-        const u64 across = u64(ceil_div(i64(run), i64(width))), parcels = across * u64(ceil_div(i64(lines), i64(height)));
+        const bool empty = run * lines == 0;  // it has to arrive, too
+        const u64 width = run < staging_.room ? run : staging_.room, height = width == 0 ? lines : staging_.room / width;
+        const u64 across = empty ? 1 : u64(ceil_div(i64(run), i64(width)));
+        const u64 parcels = empty ? 1 : across * u64(ceil_div(i64(lines), i64(height)));
         const u8* from = memory_of(write.from);
         for (u64 i = 0; i < parcels; ++i) {
             const u64 line = i / across * height, begin = i % across * width;
