@@ -157,10 +157,10 @@ EXPERTS = [
 
 
 def test_compiles_for_several_nodes():
-    """What serves the network is no part of what multiplies, and takes no registers from it."""
+    """What serves the network takes no registers from what multiplies; it lacks some itself."""
     macros = MACROS["double-double"] | {"MK_NODES": 1}
     cubin, log = compile_kernel("allgather_gemm", "sm_90a", macros)
-    found = complaint(cubin, log, "allgather_gemm", limit=64)
+    found = complaint(cubin, log, "allgather_gemm", limit=128)
     assert found is None, found
 
 

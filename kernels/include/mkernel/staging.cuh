@@ -13,7 +13,8 @@ namespace mk {
 
 class Stager {
 public:
-    static constexpr u64 agents = 2;
+    // The last ones of a launch.
+    static MK_DEVICE u64 agents_in(const World& world) { return world.network->staging ? 2 : 0; }
 
     // All that such an agent does, with a launch of its own. False if it has failed.
     static MK_DEVICE_APART bool serve(Peers launch, bool out) {
@@ -36,7 +37,7 @@ private:
             auto ready = [&] { return load_acquire(&slot.number) == taken + 1; };
             const bool goes_on = launch_.stand_by([&] {
                 if (told < taken && proxy_.is_sent(direct_)) store_release<Scope::device>(asked.sent, told = taken);
-                return ready() || launch_.finished_but(agents);
+                return ready() || launch_.finished_but(agents_in(launch_.world()));
             });
             if (!goes_on) return;
             if (!launch_.agent().broadcast(leads() && ready())) break;
@@ -56,7 +57,7 @@ private:
         auto some = [&] {
             for (u64 i = 0; i < staging_.link_count; ++i)
                 if (has_arrived(i)) return true;
-            return launch_.finished_but(agents);
+            return launch_.finished_but(agents_in(launch_.world()));
         };
         for (bool idle = false; !idle;) {
             if (!launch_.stand_by(some)) return;
