@@ -154,6 +154,14 @@ EXPERTS = [
 ]
 
 
+def test_compiles_for_several_nodes():
+    """What serves the network takes no registers from what multiplies; it lacks some itself."""
+    macros = MACROS["double-double"] | {"MK_NODES": 1}
+    cubin, log = compile_kernel("allgather_gemm", "sm_90a", macros)
+    found = complaint(cubin, log, "allgather_gemm", limit=128)
+    assert found is None, found
+
+
 @pytest.mark.parametrize(("name", "architecture", "macros"), EXPERTS)
 def test_operators_on_experts_compile_as_device_code(name, architecture, macros):
     found = complaint(*compile_kernel(name, architecture, macros), name, architecture)
