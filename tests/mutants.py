@@ -813,7 +813,7 @@ MUTANTS = {
     ),
     "node experts: listed before they are sorted": Mutant(
         H + "node_experts.cuh",
-        "if (routing.await_sorted(launch_.readers() - 1))",
+        "if (routing.await_sorted())",
         "",
         NODE_EXPERTS,
     ),

@@ -135,7 +135,8 @@ def test_compiles_with_the_hopper_engine(name, types, cluster):
     cubin, log = compile_kernel(name, "sm_90a", hopper(types, cluster))
     found = complaint(cubin, log, name)
     assert found is None, found
-    assert name != "allgather_gemm" or "0 bytes spill stores, 0 bytes spill loads" in log, log
+    stack = int(re.search(r"(\d+) bytes stack frame", log)[1])
+    assert name != "allgather_gemm" or stack <= 16, log  # a verdict or two, between tiles
 
 
 def experts(dtype, other, activation="none"):
