@@ -29,7 +29,7 @@ def staged(monkeypatch):
         (2, (1, 1), "gemm_reduce_scatter", "efa"),
         (2, (1, 1), "gemm_allreduce", "verbs"),
         (3, (1, 1, 1), "allgather_gemm", "verbs"),
-        (3, (2, 1), "gemm_reduce_scatter", "verbs"),
+        (2, (1, 1), "allgather_gemm", "verbs"),
         (4, (1, 2, 1), "allgather_gemm", "efa"),
         (4, (1, 1, 1, 1), "gemm_reduce_scatter", "efa"),
         (4, (2, 1, 1), "gemm_allreduce", "verbs"),

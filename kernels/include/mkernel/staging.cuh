@@ -35,14 +35,14 @@ private:
             const Command& slot = asked.slots[taken % asked.capacity];
             auto ready = [&] { return load_acquire(&slot.number) == taken + 1; };
             const bool goes_on = launch_.stand_by([&] {
-                if (told < taken && proxy_.is_sent(direct_)) store_release<Scope::system>(asked.sent, told = taken);
+                if (told < taken && proxy_.is_sent(direct_)) store_release<Scope::device>(asked.sent, told = taken);
                 return ready() || launch_.finished_but(agents);
             });
             if (!goes_on) return;
             if (!launch_.agent().broadcast(leads() && ready())) break;
             const Command command = slot;
             launch_.agent().sync();
-            if (leads()) store_release<Scope::system>(asked.taken, taken + 1);
+            if (leads()) store_release<Scope::device>(asked.taken, taken + 1);
             ++taken;
             if (!hand_on(command)) return;
         }
@@ -146,7 +146,7 @@ private:
         const Lines to{memory_of({parcel.to.segment, parcel.to.offset}), i64(parcel.to_pitch)};
         const Completed copied = copy(launch_.agent(), to, from, i64(parcel.lines), i64(parcel.line_bytes)).complete();
         if (leads()) link.received = received + 1;
-        if (parcel.last) launch_.template raise<Scope::system>(&network_.arrived[parcel.chunk], 1, copied);
+        if (parcel.last) launch_.template raise<Scope::device>(&network_.arrived[parcel.chunk], 1, copied);
         post(link.rank, arrival(link.number_there) + slots, 0, sizeof(Parcel), sizeof(u64), copied);  // a credit
     }
 

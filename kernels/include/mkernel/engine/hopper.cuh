@@ -204,6 +204,7 @@ public:
     static MK_DEVICE void init(Shared& shared, const Schedule& schedule, const Sink& sink, bool live) {
         each_barrier(shared, [](u64* barrier, u32 arrivals) { ptx::barrier_init(barrier, arrivals); });
         ptx::fence_barrier_init();
+        ptx::fence_shared_to_async();  // what threads wrote here before
         shared.failed = !live;
         shared.schedule = schedule;
         shared.sink = sink;
@@ -279,15 +280,15 @@ public:
     template <class Source, class Gate>
     static MK_DEVICE void gather(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
                                  const Factor& b, const Gate& gate) {
-        const Agent alone = launch.agent().alone();
-        const bool leads = threadIdx.x == 0;
+        const Agent warp = launch.agent().warp();
+        const bool leads = threadIdx.x == 0, asks = threadIdx.x < 32;
         bool arrived = launch.live();
         Gathered<T, rows> lines;
         Turn<stages> turn;
         if (leads) ptx::acquire_map(&map_of(b));
         for (Tile tile : shared.schedule) {
             for (Range piece : Blocks(depth, gate_k)) {
-                arrived = ptx::any_of_warps(1, copiers, leads && arrived && gate(alone, tile, piece));
+                arrived = ptx::any_of_warps(1, copiers, asks && arrived && gate(warp, tile, piece));
                 if (!arrived && leads) fail(shared);
                 if (arrived && piece.begin == 0) lines.look_up(source(tile), tile.rows.size());
 #pragma unroll 1
@@ -673,8 +674,7 @@ public:
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part),
 //              which are there when begin() returns (may_wait(launch, part): not at once); they become Sink::Result, for
 //              which results() has map, first_row and deliver
-// May be called again and again. The gate is asked for this block's rows only, by warp 0; where rows are gathered, by
-// thread 0.
+// May be called again and again. The gate is asked for this block's rows only, by warp 0.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
                     const Factor& b, Gate gate, Sink sink, Meanwhile meanwhile) {
