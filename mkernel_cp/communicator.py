@@ -46,7 +46,7 @@ from .watcher import Watcher
 logger = logging.getLogger("mkernel_cp")
 
 _HEAP_GRAIN = 1 << 21
-_STAGING_AGENTS = 2  # as Stager::agents
+_STAGING_AGENTS = 2  # as Stager::agents_in
 _WORD_SECONDS = 1.0  # that another rank may take to tell of a failure
 _SILENCE_SECONDS = 2.0  # of a watcher, that mean nothing yet on a busy machine
 

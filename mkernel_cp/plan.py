@@ -142,8 +142,10 @@ def type_defines(
 
 def parcels(lines: int, nbytes: int) -> int:
     """Return in how many slots so many lines go, of so many bytes each."""
+    if lines * nbytes == 0:
+        return 1
     width = min(nbytes, SLOT_BYTES)
-    return -(-lines // (SLOT_BYTES // width)) * -(-nbytes // width) if lines * nbytes else 0
+    return -(-lines // (SLOT_BYTES // width)) * -(-nbytes // width)
 
 
 @dataclass(frozen=True)

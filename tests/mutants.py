@@ -336,12 +336,12 @@ MUTANTS = {
     ),
     "attention: slot freed too early": Mutant(
         H + "attention.cuh",
-        "u64(unit.index) - plan_.slots + 1,",
-        "u64(unit.index) - plan_.slots,",
+        "agents_, unit + 1,",
+        "agents_, unit,",
         ATTENTION,
     ),
     "attention: slot freed by one for all": Mutant(
-        H + "attention.cuh", "agent < agents_; agent +=", "agent < 1; agent +=", ATTENTION
+        H + "attention.cuh", "agents_, unit + 1,", "1, unit + 1,", ATTENTION
     ),
     "attention: unit left too early": Mutant(
         H + "attention.cuh", "u64(unit.index) + 1, Comp", "u64(unit.index) + 2, Comp", ATTENTION
@@ -417,7 +417,10 @@ MUTANTS = {
         EXPERTS,
     ),
     "experts: tables of peers that have not called": Mutant(
-        "moe_dispatch_gemm.cu", "if (!self.await_call(peer, plan.digest)) break;", "", EXPERTS
+        H + "experts.cuh",
+        "if (!launch_.await_call(peer, digest) || !shown_.await(peer, Crossing::heads)) return;",
+        "(void)peer, (void)digest;",
+        EXPERTS,
     ),
     "experts: parts that overlap": Mutant(
         H + "experts.cuh", "desk.next[expert] = before;", "desk.next[expert] = {0, 0};", EXPERTS
@@ -501,21 +504,21 @@ MUTANTS = {
     ),
     "combination: sums of an earlier call": Mutant(
         H + "combine.cuh",
-        "[token] >= launch_.target(0);",
-        "[token] > 0;",
+        "return *sent_by(peer, owner, token) >= launch_.target(0);",
+        "return *sent_by(peer, owner, token) > 0;",
         COMBINED,
     ),
     "combination: weights before the peer's call": Mutant(
         "moe_combine.cu",
-        "if (!launch.await_call(peer, plan.digest)) break;",
-        "if (!launch.live()) break;",
+        "if (!launch.await_call(peer, plan.digest) || !shown.await(peer, Crossing::heads)) break;",
+        "if (!launch.live() || peer > launch.size()) break;",
         COMBINED_IN_TURNS,
     ),
     "combination: order of ranks": Mutant(
         H + "combine.cuh",
-        "for (u64 source = 0; source < launch_.size(); ++source) {",
-        "for (u64 turn = 0; turn < launch_.size(); ++turn) {\n"
-        "            const u64 source = (rank + turn) % launch_.size();",
+        "for (u64 peer = node.begin; peer < node.begin + node.size; ++peer) {",
+        "for (u64 turn = 0; turn < node.size; ++turn) {\n"
+        "            const u64 peer = (launch_.rank() + turn) % node.size;",
         COMBINED,
     ),
     "combination: sums in the rows' type": Mutant(
@@ -532,8 +535,8 @@ MUTANTS = {
     ),
     "combination: readers of the sums": Mutant(
         "moe_combine.cu",
-        "launch.have_read(peer, launch.agent().count());",
-        "launch.have_read(peer, 1);",
+        "launch.have_read(launch.neighbour(i), launch.agent().count());",
+        "launch.have_read(launch.neighbour(i), 1);",
         COMBINED_IN_TURNS,
     ),
     "layer: wait for what is between the products": Mutant(
@@ -559,8 +562,8 @@ MUTANTS = {
     ),
     "layer: inputs that are free too early": Mutant(
         "moe_layer.cu",
-        "launch.have_read(peer, launch.agent().count());",
-        "launch.have_read(peer, 1);",
+        "launch.have_read(launch.neighbour(i), launch.agent().count());",
+        "launch.have_read(launch.neighbour(i), 1);",
         LAYER,
     ),
     "combination: packs that do not fit": Mutant(
@@ -803,13 +806,14 @@ MUTANTS = {
     ),
     "node experts: sent before the call": Mutant(
         H + "node_experts.cuh",
-        "if (launch_.await_call(network_.gateways[i], message.digest))",
-        "",
+        "if (launch_.await_call(network_.gateways[i], message.digest))\n                "
+        "mirrors_.send(i, Crossing::heads, routing_.summary,",
+        "mirrors_.send(i, Crossing::heads, routing_.summary,",
         NODE_EXPERTS,
     ),
     "node experts: listed before they are sorted": Mutant(
         H + "node_experts.cuh",
-        "if (routing.await_sorted(launch_.readers() - 1))",
+        "if (routing.await_sorted())",
         "",
         NODE_EXPERTS,
     ),
