@@ -43,7 +43,7 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
         const TileShape part{reduction.part_rows, reduction.part_columns, 0};
         const RingTiles of_peers(rows_of_all(self, reduction, part, false), {1, size}, plan.stripe, self.member(),
                                  self.members());
-        for (Tile of_peer : of_peers) Sums<OutType>(plan).collect(self, of_peer, store());
+        for (Tile of_peer : of_peers) Sums<OutType, engine::sends_strips>(plan).collect(self, of_peer, store());
     };
     using Nodes = NodeSums<SumType, PartialType>;
 

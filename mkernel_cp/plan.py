@@ -410,14 +410,25 @@ _LEAST_MOVERS = 4
 
 
 def _hopper_tile(
-    rows: int, columns: int, k: int, cluster: int, movers: int, beside: bool, shared_bytes: int
+    rows: int,
+    columns: int,
+    k: int,
+    cluster: int,
+    movers: int,
+    shared_bytes: int,
+    *,
+    beside: bool = False,
+    pushes: bool = False,
 ) -> HopperTile:
     """Return a tile with all the stages that there is room for.
 
-    `beside`: beside the tiles, each block brings what peers have.
+    `beside`: beside the tiles, each block brings what peers have. `pushes`: it pushes them away,
+    which takes as long as to multiply: a whole one waits for that in 16 bits.
     """
     courier = 16 * 1024 + 512 if beside else 0
     strips = 1 if courier and (rows // cluster + columns) > 320 else 2
+    if pushes:
+        strips = max(strips, rows // cluster // 2 * columns * 2 // 8192)
     room = shared_bytes - courier - _hopper_bytes((rows, columns), cluster, 0, strips)
     stages = min(8, room // ((rows // cluster + columns) * 128))
     return HopperTile((rows, columns, k), cluster, stages, strips, courier, movers)
@@ -432,11 +443,11 @@ def hopper_tile(
     """
     processors = min(gpu.processors, options.sm_budget or gpu.processors)
     movers = options.split[0] if gathers and options.split and len(row_counts) > 1 else 0
-    beside = len(row_counts) > 1 and not movers
+    shares = {"beside" if gathers else "pushes": len(row_counts) > 1 and not movers}
 
     def make(candidate: tuple[int, int, int, float], gate: int = _HOPPER_GATE) -> HopperTile:
         rows, columns, cluster, _ = candidate
-        return _hopper_tile(rows, columns, gate, cluster, movers, beside, gpu.shared_bytes)
+        return _hopper_tile(rows, columns, gate, cluster, movers, gpu.shared_bytes, **shares)
 
     def cost(candidate: tuple[int, int, int, float]) -> float:
         rows, columns, cluster, rate = candidate
@@ -459,7 +470,7 @@ def hopper_group_tiles(gpu: Gpu, movers: int, *, pairs: bool = False) -> list[Ho
     `pairs`: each column has a partner half a tile further, and both halves are whole pieces.
     """
     tiles = (
-        _hopper_tile(rows, columns, _HOPPER_GATE, 1, movers, False, gpu.shared_bytes)
+        _hopper_tile(rows, columns, _HOPPER_GATE, 1, movers, gpu.shared_bytes)
         for rows, columns, cluster, _ in _HOPPER_TILES
         if cluster == 1
     )
@@ -536,11 +547,15 @@ def gpu_tile(
     return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
 
-def gpu_tiles(dtype: np.dtype, gpu: Gpu) -> list[PortableTile | HopperTile]:
+def gpu_tiles(dtype: np.dtype, gpu: Gpu, *, gathers: bool) -> list[PortableTile | HopperTile]:
     """Return the tiles that plans of several ranks choose from, where the caller does not."""
     if gpu.arch == "sm_90a" and dtype.itemsize == 2:
         return [
-            _hopper_tile(*shape, _HOPPER_GATE, cluster, 0, True, gpu.shared_bytes)
+            _hopper_tile(
+                *(*shape, _HOPPER_GATE, cluster, 0, gpu.shared_bytes),
+                beside=gathers,
+                pushes=not gathers,
+            )
             for *shape, cluster, _ in _HOPPER_TILES
         ]
     return [portable_tile(dtype, Options(), gpu.shared_bytes)]

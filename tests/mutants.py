@@ -616,7 +616,7 @@ MUTANTS = {
         H + "engine/hopper.cuh", "return b.apart;", "return 0;", EMULATED_LAYER
     ),
     "layer: sums that are their own gates": Mutant(
-        H + "engine/hopper.cuh", "sides == 2 ? side / 2 + i : i", "i", EMULATED_LAYER
+        H + "engine/hopper.cuh", "sides == 2 ? side / 2 + j : j", "j", EMULATED_LAYER
     ),
     "queue: room": Mutant(
         H + "channel.cuh",
@@ -934,8 +934,29 @@ for name, (file, old, new) in {
     ),
     "hopper: strip given back too early": (
         "hopper.cuh",
-        "else ptx::wait_stores_read<strips - 1>();",
+        "wait_stores<false>(--unread);",
+        "--unread;",
+    ),
+    "hopper: part signalled before it is there": (
+        "hopper.cuh",
+        "wait_stores<true>(behind);  // each",
+        "// each",
+    ),
+    "hopper: partial sums read before they are there": (
+        "hopper.cuh",
+        "ptx::wait(&shared.awaited[consumer], awaited.parity);",
         "",
+    ),
+    "hopper: partial sums of another": ("hopper.cuh", "peer, from += addends.apart", "peer"),
+    "hopper: sums of one peer for all": (
+        "hopper.cuh",
+        "(to == lane ? nearest : sink.slot(self, part, to))",
+        "sink.slot(self, part, 0)",
+    ),
+    "hopper: NaN in place of a total": (
+        "hopper.cuh",
+        "if (failed) fill(to, not_a_number<Result>());",
+        "if (false) fill(to, not_a_number<Result>());",
     ),
     "portable: slot overwritten": (
         "portable.cuh",

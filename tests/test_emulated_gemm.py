@@ -112,7 +112,9 @@ def test_operands_may_be_rounded_to_tf32(on, orders):
 
 
 SUMMED = [
-    ReductionCase("tails", (70, 33), 100, (45, 70), *["float16"] * 2, transfer_dtype="float16"),
+    ReductionCase(
+        "tails", (70, 33, 5), 100, (45, 70, 9), *["float16"] * 2, transfer_dtype="float16"
+    ),
     ReductionCase(
         "wide", (150, 140), 200, (70, 0), "bfloat16", "float32", transfer_dtype="float32"
     ),
@@ -130,6 +132,14 @@ def test_sums_over_ranks(on, form, engine, case):
     on(engine)
     with worlds.one_shot(form == "one shot"):
         sums.test_equals_reference(sums.OPERATORS[1] if form == "one shot" else form, case)
+
+
+def test_sums_of_pairs_of_blocks(on, monkeypatch):
+    monkeypatch.setattr(plans, "_HOPPER_TILES", (PAIR,))
+    half = "bfloat16"
+    case = ReductionCase("pairs", (150, 70), 40, (9, 70), half, half, transfer_dtype=half)
+    on("hopper")
+    sums.test_equals_reference("gemm_allreduce", case)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -70,7 +70,24 @@ public:
             visit(Tile{part.source, part.rows, {first + columns.begin, first + columns.end}});
     }
 
+    // visit(piece, number) for the strips of a part, by which a slot may hold it: whole ones, all that a whole part has.
+    template <class T, class Visit>
+    MK_DEVICE void each_strip(const Tile& part, Visit visit) const {
+        const u32 across = u32(plan_->part_columns) / Strip<T>::columns;
+        u32 before = 0;
+        for (Range rows : Blocks(part.rows.size(), Strip<T>::rows)) {
+            u32 number = before;
+            for (Range columns : Blocks(part.columns.size(), Strip<T>::columns))
+                visit(Tile{part.source, within(part.rows, rows), within(part.columns, columns)}, number++);
+            before += across;
+        }
+    }
+
 private:
+    static MK_DEVICE Range within(const Range& whole, const Range& some) {
+        return {whole.begin + some.begin, whole.begin + some.end};
+    }
+
     // In 32 bits: division of more takes registers from those who still hold sums.
     MK_DEVICE u32 across() const { return (u32(plan_->n) + u32(plan_->part_columns) - 1) / u32(plan_->part_columns); }
 
@@ -121,10 +138,16 @@ MK_DEVICE void store_sums(const Agent& agent, const Tile& piece, const View& sta
 template <class Acc, class Partial>
 class Push {
 public:
+    using Type = Partial;
     MK_DEVICE Push(const GemmReduceScatterPlan& plan) : plan_(&plan), parts_(plan) {}
 
     MK_DEVICE bool begin(Launch& launch, const Tile& part) const {
         return is_kept(launch, part) ? launch.live() : launch.await_call(launch.holder(part.source), plan_->digest);
+    }
+
+    // Where a part goes, if not kept.
+    MK_DEVICE u8* slot(const Launch& launch, const Tile& part) const {
+        return Zone(launch, plan_->partials).slot(launch.holder(part.source), number(launch, part));
     }
 
     template <class View>
@@ -136,9 +159,8 @@ public:
                 store_sums<Acc>(agent, piece, staged, reinterpret_cast<Acc*>(slot) + parts_.place(piece),
                                 piece.columns.size());
             } else {
-                u8* slot = Zone(launch, plan_->partials).slot(launch.holder(piece.source), number(launch, piece));
-                store_sums<Acc>(agent, piece, staged, reinterpret_cast<Partial*>(slot) + parts_.place(piece),
-                                piece.columns.size());
+                Partial* to = reinterpret_cast<Partial*>(slot(launch, piece)) + parts_.place(piece);
+                store_sums<Acc>(agent, piece, staged, to, piece.columns.size());
             }
         }
         return Writes().complete(agent);
@@ -188,23 +210,30 @@ public:
         return launch.live();
     }
 
+    // The slots of a part, that of the next rank first.
+    MK_DEVICE Addends slots(const Launch& launch, const Tile& part) const {
+        const u64 rank = launch.rank();
+        return {Zone(launch, plan_->partials).slot(rank, parts_.where_added(part)),
+                parts_.added_by(rank) * plan_->partials.slot_bytes, u32(launch.node().size - 1)};
+    }
+
     // Lanes may have added up what others are to store.
     template <class View>
     MK_DEVICE void add(Launch& launch, const Tile& piece, View staged) const {
-        const u8* slot = Zone(launch, plan_->partials).slot(launch.rank(), parts_.where_added(piece));
-        const Partial* pushed = reinterpret_cast<const Partial*>(slot) + parts_.place(piece);
+        const Addends all = slots(launch, piece);
+        const Partial* pushed = reinterpret_cast<const Partial*>(all.first) + parts_.place(piece);
         if (in_runs<Acc>(piece, staged, pushed, piece.columns.size()))
-            add<run_width<Acc>>(launch, piece, staged, pushed);
+            add<run_width<Acc>>(launch, piece, staged, pushed, all);
         else
-            add<1>(launch, piece, staged, pushed);
+            add<1>(launch, piece, staged, pushed, all);
     }
 
 private:
     template <u32 width, class View>
-    MK_DEVICE void add(Launch& launch, const Tile& piece, View staged, const Partial* pushed) const {
-        const u32 lanes = launch.agent().lanes(), peers = u32(launch.node().size - 1);
+    MK_DEVICE void add(Launch& launch, const Tile& piece, View staged, const Partial* pushed, const Addends& all) const {
+        const u32 lanes = launch.agent().lanes(), peers = all.count;
         const u32 length = u32(piece.columns.size()) / width, count = u32(piece.rows.size()) * length;
-        const i64 to_next = parts_.added_by(launch.rank()) * (plan_->partials.slot_bytes / i64(sizeof(Partial)));
+        const i64 to_next = all.apart / i64(sizeof(Partial));
         for (u32 first = launch.agent().lane(); first < count; first += batch * lanes) {
             const Partial* from = pushed;
             MK_NO_UNROLL
@@ -308,6 +337,12 @@ public:
 
     MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
 
+    MK_DEVICE Addends addends(const Launch& launch, const Tile& part) const { return pushed_.slots(launch, part); }
+
+    // Peers that get the result, and where.
+    MK_DEVICE u64 receivers(const Launch&) const { return 0; }
+    MK_DEVICE u8* slot(const Launch&, const Tile&, u64) const { return nullptr; }
+
 protected:
     Parts parts_;
 
@@ -338,10 +373,8 @@ public:
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
         const Completed stored = Sum<Acc, Partial, T, batch>::deliver(launch, piece, staged);
         if (!launch.live()) return stored;
-        const Zone sums(launch, plan_->sums);
-        const i64 number = this->parts_.over_all(piece);
-        for (u64 i = nearest; i < launch.node().size; ++i) {
-            T* to = reinterpret_cast<T*>(sums.slot(launch.neighbour(i), number)) + this->parts_.place(piece);
+        for (u64 i = 0; i < receivers(launch); ++i) {
+            T* to = reinterpret_cast<T*>(slot(launch, piece, i)) + this->parts_.place(piece);
             store_sums<Acc>(launch.agent(), piece, staged, to, piece.columns.size());
         }
         return Writes().complete(launch.agent());
@@ -350,8 +383,13 @@ public:
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed sent) const {
         const Zone sums(launch, plan_->sums);
         const i64 number = this->parts_.over_all(part);
-        for (u64 i = nearest; i < launch.node().size; ++i)
-            launch.raise<Scope::system>(sums.signal(launch.neighbour(i), number), 1, sent);
+        launch.raise_all<Scope::system>(
+            receivers(launch), 1, [&](u64 i) { return sums.signal(launch.neighbour(nearest + i), number); }, sent);
+    }
+
+    MK_DEVICE u64 receivers(const Launch& launch) const { return launch.node().size - nearest; }
+    MK_DEVICE u8* slot(const Launch& launch, const Tile& part, u64 i) const {
+        return Zone(launch, plan_->sums).slot(launch.neighbour(nearest + i), this->parts_.over_all(part));
     }
 
 private:
@@ -384,15 +422,31 @@ public:
         else push_.end(launch, part, done);
     }
 
-private:
+    // For engines that hand over fragments.
+    using Partial = typename Push::Type;
+    using Result = typename Sum::Type;
     static MK_DEVICE bool is_own(const Launch& launch, const Tile& part) { return part.source == launch.rank(); }
+    MK_DEVICE bool may_wait(const Launch& launch, const Tile& part) const {
+        return is_own(launch, part) || !launch.has_called(part.source);
+    }
+    MK_DEVICE const Store<Result>& results() const { return sum_; }
+    MK_DEVICE Addends addends(const Launch& launch, const Tile& part) const { return sum_.addends(launch, part); }
+    MK_DEVICE u64 receivers(const Launch& launch, const Tile& part) const {
+        return is_own(launch, part) ? sum_.receivers(launch) : 1;
+    }
+    MK_DEVICE u8* slot(const Launch& launch, const Tile& part, u64 receiver) const {
+        return is_own(launch, part) ? sum_.slot(launch, part, receiver) : push_.slot(launch, part);
+    }
 
+private:
     Push push_;
     Sum sum_;
 };
+template <class Acc, class Push, class Sum>
+constexpr bool takes_fragments<PushOrSum<Acc, Push, Sum>> = true;
 
-// The sums that the peers have pushed here.
-template <class T>
+// The sums that the peers have pushed here: row by row, or by strips.
+template <class T, bool by_strips>
 class Sums {
 public:
     MK_DEVICE Sums(const GemmAllReducePlan& plan) : plan_(&plan), parts_(plan.reduction) {}
@@ -405,10 +459,16 @@ public:
         const Subject sum{Awaited::sum, part.source, u64(number)};
         if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))
             return store.fill(agent, part, not_a_number<T>());
-        T* landed = reinterpret_cast<T*>(sums.slot(launch.rank(), number));
-        parts_.each_piece(part, [&](const Tile& piece) {
-            store.bring(launch, piece, Staged<T>{landed + parts_.place(piece), piece.columns.size()});
-        });
+        u8* landed = sums.slot(launch.rank(), number);
+        if constexpr (by_strips)
+            parts_.each_strip<T>(part, [&](const Tile& piece, u32 strip) {
+                store.bring(launch, piece, Strip<T>{landed + strip * Strip<T>::bytes});
+            });
+        else
+            parts_.each_piece(part, [&](const Tile& piece) {
+                T* first = reinterpret_cast<T*>(landed) + parts_.place(piece);
+                store.bring(launch, piece, Staged<T>{first, piece.columns.size()});
+            });
         if (several_nodes && launch.holder(part.source) == launch.rank()) return;  // the network has brought it
         if (agent.lane() == 0) fetch_add(launch.world().bytes_from_peers, bytes_of<T>(part));
     }

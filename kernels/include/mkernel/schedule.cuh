@@ -123,7 +123,7 @@ public:
             const i32 behind = index_ - whole();
             u32 index = u32(behind < 0 ? index_ : whole() + behind / 2);
             u32 first = index / (group * across_) * group, rest = index - first * across_;
-            u32 blocks = u32(ceil_div(rows_, tile().rows)), height = blocks - first < group ? blocks - first : group;
+            u32 height = blocks_ - first < group ? blocks_ - first : group;
             const Range rows = block(first + rest % height, tile().rows, rows_);
             const Range columns = block(before_ + rest / height, tile().columns, tiles_.grid_.columns);
             if (behind < 0) return {source_, rows, columns};
@@ -142,7 +142,7 @@ public:
 
     private:
         MK_DEVICE const TileShape& tile() const { return tiles_.grid_.tile; }
-        MK_DEVICE i32 tile_count() const { return i32(ceil_div(rows_, tile().rows) * across_); }
+        MK_DEVICE i32 tile_count() const { return i32(blocks_ * across_); }
         // Of this step's tiles; and what there is to do of them, with halves.
         MK_DEVICE i32 whole() const {
             if (!may_halve) return tile_count();
@@ -157,6 +157,7 @@ public:
             across_ = u32(ceil_div(columns.size(), tile().columns));
             source_ = tiles_.source(tiles_.steps_.first + step_ % steps);
             rows_ = tiles_.rows(source_);
+            blocks_ = u32(ceil_div(rows_, tile().rows));  // not at each tile: a division of 64 bits takes long
         }
         MK_DEVICE void settle() {
             while (index_ >= count()) {
@@ -169,6 +170,7 @@ public:
         const RingTilesOf& tiles_;
         u32 step_, end_;
         u32 before_ = 0, across_ = 0;  // blocks of columns, before this stripe and in it
+        u32 blocks_ = 0;  // of rows, in this step
         i32 index_, forth_, back_;
         i64 rows_ = 0, passed_ = 0;  // tiles of the steps before
         u64 source_ = 0;

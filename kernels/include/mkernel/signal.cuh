@@ -181,6 +181,12 @@ public:
         raise<scope>(signal, progress);
     }
 
+    // The same for signal_of(i) of so many signals, by a lane each: the lanes wait for their fences together.
+    template <Scope scope, class Signal>
+    MK_DEVICE void raise_all(u64 count, u64 progress, Signal signal_of, Completed) {
+        for (u64 i = agent_.lane(); i < count; i += agent_.lanes()) raise_alone<scope>(signal_of(i), progress);
+    }
+
     // Tells this rank's host what is wrong with the data of this call, unless it has yet to take note of an earlier fault.
     MK_DEVICE void report(const DataFault& fault) const {
         DataFault& told = world_.pages[rank()]->fault;

@@ -50,6 +50,32 @@ struct Staged {
     }
 };
 
+// The same as a strip: 64 lines of 128 bytes, as tensor copies swizzle them: the 16 bytes that belong at place i of a line
+// are at i ^ line % 8.
+template <class T>
+struct Strip {
+    static constexpr u32 rows = 64, line_bytes = 128, bytes = rows * line_bytes;
+    static constexpr u32 columns = line_bytes / sizeof(T);
+    u8* lines;
+
+    MK_DEVICE T* operator()(i64 row, i64 column) const {
+        const u32 line = u32(row), at = u32(column) * u32(sizeof(T));
+        return reinterpret_cast<T*>(lines + line * line_bytes + ((at / 16) ^ line % 8) * 16 + at % 16);
+    }
+    MK_DEVICE bool in_words() const { return true; }
+};
+
+// Whether a sink takes sums as the threads hold them that have multiplied, from an engine that can hand them over so: it
+// says what it wants of the sink.
+template <class Sink> constexpr bool takes_fragments = false;
+
+// What lies in fragments and is to be added to a part of a tile: `count` times as much, `apart` bytes from each other.
+struct Addends {
+    const u8* first;
+    i64 apart;
+    u32 count;
+};
+
 // visit(line, place) for all places of all lines; neighbouring lanes get neighbouring places.
 template <class Visit>
 MK_DEVICE void spread(const Agent& agent, i64 lines, i64 run, Visit visit) {
@@ -107,7 +133,8 @@ public:
     MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
 
     // Stores what lies in global memory: several loads of a lane are under way.
-    MK_DEVICE Completed bring(Launch& launch, const Tile& tile, Staged<T> landed) const {
+    template <class View>
+    MK_DEVICE Completed bring(Launch& launch, const Tile& tile, View landed) const {
         if (!in_words(tile, landed)) return deliver(launch, tile, landed);
         const Agent& agent = launch.agent();
         constexpr u32 batch = 4;

@@ -61,6 +61,9 @@ public:
             [&] { return what_its_host_does(peer, digest); });
     }
 
+    // Whether a peer of this node is seen to have called something: await_call() ends at once.
+    MK_DEVICE bool has_called(u64 peer) const { return sees(&world().inbox[peer].called, u64(Called::ready)); }
+
     // For kernels whose peers read nothing here: tells them that this rank has entered, and sees all of them enter. A peer
     // that calls something else shows, whoever waits for whom later; and who has nothing to wait for does not overwrite
     // its message with the next before all have seen it.

@@ -1,7 +1,9 @@
 // The engine of sm_90a, for bfloat16 and float16. A block is three warpgroups that meet in shared memory:
 //   producer   warp 0: asks the gate, and has tensor copies fill one stage after another with a panel of A and of B
-//   consumers  two warpgroups: multiply the panels, half of the tile's rows each, and put the tile into strips
-//   storers    warps 1 and 2, one for each consumer: store its strips while the next tile is multiplied
+//   consumers  two warpgroups: multiply the panels, half of the tile's rows each, and put the tile into strips; where it is
+//              a part of a sum over ranks, they add to it what the storer says has come
+//   storers    warps 1 and 2, one for each consumer: store its strips, or send them to peers, while the next tile is
+//              multiplied
 //   warp 3     does what the operator wants done meanwhile
 // Where rows of A lie apart, warps 0 and 3 copy those, 16 bytes a thread at a time.
 // Each walks the schedule by itself. In a cluster of two, the blocks have the upper and the lower half of a tile: each
@@ -47,10 +49,11 @@ constexpr bool halves_tiles = true;  // a tile of half as many columns takes abo
 constexpr bool has_time = true;      // a warp does meanwhile() beside the tiles
 constexpr bool pairs_columns = true;  // it takes a PairedStack
 constexpr u32 sink_loads = 6;  // that a lane of a sink may have under way: registers for so many are there
+constexpr bool sends_strips = !several_nodes;  // sums for peers lie in their slots as strips
 constexpr u32 consumers = 2, spare_warp = 1 + consumers;
 constexpr u32 copiers = 64;          // threads that copy rows which lie apart
-constexpr u32 line_bytes = 128;      // of shared memory, within which tensor copies swizzle
-constexpr u32 strip_rows = 64;       // of one matrix instruction
+constexpr u32 line_bytes = Strip<u8>::line_bytes;  // of shared memory, within which tensor copies swizzle
+constexpr u32 strip_rows = Strip<u8>::rows;        // of one matrix instruction
 
 // Registers of a thread: what one warpgroup gives up the others get, and a block waits for ever for more than it has.
 constexpr u32 launch_registers = 65536 / MK_THREADS / 8 * 8, producer_registers = 112, consumer_registers = 192;
@@ -147,16 +150,24 @@ struct Sides<PairedStack> {
 template <class From> constexpr bool lies_apart = false;
 template <> constexpr bool lies_apart<ListedRows> = true;
 
-// 64 lines of 128 bytes, as they are staged: the 16 bytes that belong at place i of a line are at i ^ line % 8.
+// 16 bytes of what a thread has of a tile, in the order of its sums.
 template <class T>
-struct Strip {
-    u8* lines;
+struct alignas(16) Fragment {
+    static constexpr u32 width = 16 / sizeof(T);
+    u32 words[4];
 
-    MK_DEVICE T* operator()(i64 row, i64 column) const {
-        const u32 line = u32(row), at = u32(column) * u32(sizeof(T));
-        return reinterpret_cast<T*>(lines + line * line_bytes + ((at / 16) ^ line % 8) * 16 + at % 16);
+    static MK_DEVICE Fragment of(const float* sums) {
+        Fragment made;
+        MK_UNROLL
+        for (u32 i = 0; i < 4; ++i)
+            if constexpr (sizeof(T) == 2) made.words[i] = ptx::pack<T>(sums[2 * i], sums[2 * i + 1]);
+            else made.words[i] = bits_of(sums[i]);
+        return made;
     }
-    MK_DEVICE bool in_words() const { return true; }
+    MK_DEVICE float operator[](u32 i) const {
+        if constexpr (sizeof(T) == 2) return widen(T{u16(words[i / 2] >> i % 2 * 16)});
+        else return float_of(words[i]);
+    }
 };
 
 template <class T, class Schedule, class From, class Factor, class Sink>
@@ -166,22 +177,25 @@ public:
     static constexpr u32 rows = MK_TILE_ROWS / cluster, columns = MK_TILE_COLUMNS, k = line_bytes / sizeof(T);
     static constexpr u32 stages = MK_STAGES, strips = MK_STRIPS;
     static constexpr u32 consumer_rows = rows / consumers, blocks = consumer_rows / strip_rows;
-    static constexpr u32 strip_columns = line_bytes / sizeof(Out);
+    static constexpr bool fragments = sends_strips && takes_fragments<Sink>;
     static constexpr bool halves = Schedule::halving && columns % 128 == 0;  // narrow tiles take half the work
     static constexpr bool gathers = lies_apart<From>;
     static constexpr u32 sides = Sides<Factor>::count, side = columns / sides;
     using A = Panel<T, rows, MK_A_BY_COLUMNS, 1>;
     using B = Panel<T, side, !MK_B_BY_COLUMNS, cluster>;
     static_assert(cluster == 1 || !gathers, "only tensor copies reach a neighbour");
-    static_assert(sides == 1 || (!halves && side % strip_columns == 0), "a side is whole strips");
+    static_assert(sides == 1 || (!halves && side % Strip<Out>::columns == 0), "a side is whole strips");
+    static_assert(!fragments || (sides == 1 && !halves), "what is handed over is whole tiles");
 
     // The block's dynamic shared memory. Barriers come in pairs: one says that a slot is full, one that it is free.
     struct alignas(128) Shared {
         u8 a[stages][A::bytes];
         u8 b[stages][sides * B::bytes];
-        u8 staged[consumers][strips][strip_rows * line_bytes];
+        u8 staged[consumers][strips][Strip<u8>::bytes];
         u64 loaded[stages], used[stages];
         u64 ready[consumers][strips], stored[consumers][strips];
+        u64 awaited[consumers];  // what is to be added to a part is there
+        Addends addends[consumers];
         bool failed;        // a gate did not open: what is delivered from now on is NaN
         Schedule schedule;  // here, not in the registers of all threads
         Sink sink;
@@ -207,11 +221,13 @@ public:
             visit(&shared.loaded[i], 1 + (gathers ? copiers : 0));
             visit(&shared.used[i], cluster * consumers * 4);  // each of their warps
         }
-        for (u32 i = 0; i < consumers; ++i)
+        for (u32 i = 0; i < consumers; ++i) {
             for (u32 j = 0; j < strips; ++j) {
                 visit(&shared.ready[i][j], 4);
                 visit(&shared.stored[i][j], 1);
             }
+            visit(&shared.awaited[i], 1);
+        }
     }
 
     static MK_DEVICE void fail(Shared& shared) { *const_cast<volatile bool*>(&shared.failed) = true; }
@@ -242,6 +258,12 @@ public:
 
     static MK_DEVICE Tile half(const Tile& tile, u32 consumer) {
         return {tile.source, part_of(tile.rows, consumer * consumer_rows, consumer_rows), tile.columns};
+    }
+
+    // Others' tiles are handed over to them as fragments.
+    static MK_DEVICE bool is_own(const Sink& sink, const Launch& launch, const Tile& tile) {
+        if constexpr (fragments) return sink.is_own(launch, tile);
+        else return false;
     }
 
     static MK_DEVICE void load_b(Shared& shared, u32 slot, u32 rank, const Factor& b, const Tile& tile, i64 k) {
@@ -323,12 +345,12 @@ public:
     }
 
     static MK_DEVICE void consume(Shared& shared, const Launch& launch, u32 consumer, i64 depth) {
-        const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        const u32 panels = u32(ceil_div(depth, k));
+        const u32 lane = threadIdx.x % 32, panels = u32(ceil_div(depth, k));
         const u64 a_first = A::descriptor(shared.a[0] + consumer * consumer_rows * line_bytes);
         const u64 b_first = B::descriptor(shared.b[0]);
         Turn<stages> turn;
         Turn<strips> strip;
+        Turn<1> awaited;  // of own tiles
         auto release = [&](u32 slot) {
             if (lane < cluster) ptx::arrive_at(&shared.used[slot], lane);
         };
@@ -342,6 +364,7 @@ public:
                 continue;
             }
             float sums[blocks][columns / 2];
+            const bool own = is_own(shared.sink, launch, whole);  // looked up while others load
             Span computed(launch, threadIdx.x % 128 == 0, Traced::compute, half(share(whole), consumer));
             const u32 wanted = width(whole);
             if (panels > 0) ptx::wait(&shared.loaded[turn.slot], turn.parity);
@@ -350,25 +373,111 @@ public:
             else if constexpr (halves)
                 multiply<columns / 2>(sums, shared, turn, panels, a_first, b_first, release);
 
-            const bool failed = has_failed(shared), replaced = failed || panels == 0;
-            const Out replacement = failed ? not_a_number<Out>() : result(shared.sink, 0.0f, 0.0f);
             MK_UNROLL
-            for (u32 i = 0; i < blocks; ++i) {
-                ptx::results_are_there(sums[i]);
-                MK_UNROLL
-                for (u32 column = 0; column < side; column += strip_columns) {
-                    if (column >= wanted) break;
-                    ptx::wait(&shared.stored[consumer][strip.slot], strip.parity ^ 1);
-                    u8* to = shared.staged[consumer][strip.slot] + warp * 16 * line_bytes;
-                    if (replaced) fill(to, replacement);
-                    else stage(to, &sums[i][column / 2], shared.sink);
-                    ptx::fence_shared_to_async();
-                    __syncwarp();
-                    if (lane == 0) ptx::arrive(&shared.ready[consumer][strip.slot]);
-                    strip.advance();
-                }
+            for (u32 i = 0; i < blocks; ++i) ptx::results_are_there(sums[i]);
+            if constexpr (!fragments) {
+                stage_results(shared, consumer, strip, wanted, sums, panels == 0);
+            } else {
+                if (panels == 0) clear(sums);
+                if (own) stage_totals(shared, consumer, strip, awaited, sums);
+                else stage_partials(shared, consumer, strip, sums);
             }
         }
+    }
+
+    // Puts into strips what the sink makes of the columns of a tile that are wanted, or of nothing.
+    static MK_DEVICE void stage_results(Shared& shared, u32 consumer, Turn<strips>& strip, u32 wanted,
+                                        const float (&sums)[blocks][columns / 2], bool nothing) {
+        const bool failed = has_failed(shared), replaced = failed || nothing;
+        const Out replacement = failed ? not_a_number<Out>() : result(shared.sink, 0.0f, 0.0f);
+        fill_strips<Out>(shared, consumer, strip, wanted, [&](u8* to, u32 i, u32 column) {
+            const float* some = &sums[i][column / 2];
+            if (replaced) fill(to, replacement);
+            else stage<Out>(to, [&](u32 j) { return result(shared.sink, some[j], some[sides == 2 ? side / 2 + j : j]); });
+        });
+    }
+
+    // The same of another's tile, as fragments, which its owner adds.
+    static MK_DEVICE void stage_partials(Shared& shared, u32 consumer, Turn<strips>& strip,
+                                         const float (&sums)[blocks][columns / 2]) {
+        using Partial = typename Sink::Partial;
+        const bool failed = has_failed(shared);  // then nothing is sent
+        fill_strips<Partial>(shared, consumer, strip, columns, [&](u8* to, u32 i, u32 column) {
+            if (!failed) hold<Partial>(to, &sums[i][column / 2]);
+        });
+    }
+
+    // The same of an own tile, to which such fragments are added when they are there.
+    static MK_DEVICE void stage_totals(Shared& shared, u32 consumer, Turn<strips>& strip, Turn<1>& awaited,
+                                       float (&sums)[blocks][columns / 2]) {
+        using Result = typename Sink::Result;
+        ptx::wait(&shared.awaited[consumer], awaited.parity);
+        awaited.advance();
+        const bool failed = has_failed(shared);
+        if (!failed) add<typename Sink::Partial>(sums, shared.addends[consumer]);
+        fill_strips<Result>(shared, consumer, strip, columns, [&](u8* to, u32 i, u32 column) {
+            if (failed) fill(to, not_a_number<Result>());
+            else stage<Result>(to, [&](u32 j) { return narrow<Result>(sums[i][column / 2 + j]); });
+        });
+    }
+
+    // Has a tile put into strips, one after the other: put(strip, block of rows, first column).
+    template <class Element, class Put>
+    static MK_DEVICE void fill_strips(Shared& shared, u32 consumer, Turn<strips>& strip, u32 wanted, const Put& put) {
+        static_assert(side % Strip<Element>::columns == 0, "whole strips");
+        MK_UNROLL
+        for (u32 i = 0; i < blocks; ++i)
+            MK_UNROLL
+            for (u32 column = 0; column < side; column += Strip<Element>::columns) {
+                if (column >= wanted) break;
+                ptx::wait(&shared.stored[consumer][strip.slot], strip.parity ^ 1);
+                put(shared.staged[consumer][strip.slot], i, column);
+                ptx::fence_shared_to_async();
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) ptx::arrive(&shared.ready[consumer][strip.slot]);
+                strip.advance();
+            }
+    }
+
+    // Puts a thread's sums of a strip there as fragments: 16 bytes of each thread of the warpgroup, and so on.
+    template <class Element>
+    static MK_DEVICE void hold(u8* strip, const float* sums) {
+        using Some = Fragment<Element>;
+        Some* to = reinterpret_cast<Some*>(strip) + threadIdx.x % 128;
+        MK_UNROLL
+        for (u32 i = 0; i < Strip<Element>::columns / 2 / Some::width; ++i) to[i * 128] = Some::of(sums + i * Some::width);
+    }
+
+    // Adds what lies in strips like that, those of one peer after those of another.
+    template <class Element>
+    static MK_DEVICE void add(float (&sums)[blocks][columns / 2], const Addends& addends) {
+        using Some = Fragment<Element>;
+        constexpr u32 count = columns / 2 / Some::width, batch = count < 8 ? count : 8;  // loads that are under way
+        const u8* from = addends.first + threadIdx.x % 128 * sizeof(Some);
+        MK_NO_UNROLL
+        for (u32 peer = 0; peer < addends.count; ++peer, from += addends.apart)
+            MK_UNROLL
+            for (u32 i = 0; i < blocks; ++i)
+                MK_UNROLL
+                for (u32 first = 0; first < count; first += batch) {
+                    Some terms[batch];
+                    MK_UNROLL
+                    for (u32 j = 0; j < batch; ++j)
+                        if (first + j < count)
+                            terms[j] = reinterpret_cast<const Some*>(from)[(i * count + first + j) * 128];
+                    MK_UNROLL
+                    for (u32 j = 0; j < batch; ++j)
+                        MK_UNROLL
+                        for (u32 e = 0; e < Some::width; ++e)
+                            if (first + j < count) sums[i][(first + j) * Some::width + e] += terms[j][e];
+                }
+    }
+
+    static MK_DEVICE void clear(float (&sums)[blocks][columns / 2]) {
+        MK_UNROLL
+        for (u32 i = 0; i < blocks; ++i)
+            MK_UNROLL
+            for (u32 j = 0; j < columns / 2; ++j) sums[i][j] = 0;
     }
 
     // The panels of a tile, of whose columns the first `some` are wanted.
@@ -405,22 +514,26 @@ public:
         else return sink.transform(sum);
     }
 
-    // A warp's 16 lines of a strip, from sums in the layout of matrix instructions. Tensor copies swizzle: the 16 bytes
-    // that belong at place i of a line are at i ^ line % 8.
-    static MK_DEVICE void stage(u8* lines, const float* sums, const Sink& sink) {
+    // A warp's 16 lines of a strip.
+    static MK_DEVICE u8* own_lines(u8* strip) { return strip + threadIdx.x / 32 % 4 * 16 * line_bytes; }
+
+    // Puts there what is made of sums in the layout of matrix instructions. Tensor copies swizzle: the 16 bytes that belong
+    // at place i of a line are at i ^ line % 8.
+    template <class Element, class Made>
+    static MK_DEVICE void stage(u8* strip, const Made& made) {
         const u32 lane = threadIdx.x % 32;
-        auto made = [&](u32 i) { return result(sink, sums[i], sums[sides == 2 ? side / 2 + i : i]); };
-        if constexpr (sizeof(Out) == 2) {
+        u8* lines = own_lines(strip);
+        if constexpr (sizeof(Element) == 2) {
             auto pair = [&](u32 i) { return u32(made(i).bits) | u32(made(i + 1).bits) << 16; };
             const u32 line = ptx::shared_address(lines) + lane % 16 * line_bytes;
             MK_UNROLL
-            for (u32 i = 0; i < strip_columns / 16; ++i)
+            for (u32 i = 0; i < Strip<Element>::columns / 16; ++i)
                 ptx::store_matrices(line + ((2 * i + lane / 16) ^ lane % 8) * 16, pair(8 * i), pair(8 * i + 2),
                                     pair(8 * i + 4), pair(8 * i + 6));
         } else {
             u8* line = lines + lane / 4 * line_bytes + lane % 2 * 8;
             MK_UNROLL
-            for (u32 i = 0; i < strip_columns / 8; ++i) {
+            for (u32 i = 0; i < Strip<Element>::columns / 8; ++i) {
                 u8* at = line + ((2 * i + lane % 4 / 2) ^ lane / 4) * 16;
                 *reinterpret_cast<float2*>(at) = {made(4 * i), made(4 * i + 1)};
                 *reinterpret_cast<float2*>(at + 8 * line_bytes) = {made(4 * i + 2), made(4 * i + 3)};
@@ -428,61 +541,115 @@ public:
         }
     }
 
-    // The same lines, with one value everywhere.
-    static MK_DEVICE void fill(u8* lines, Out value) {
-        Out* to = reinterpret_cast<Out*>(lines);
+    // One value, everywhere there.
+    template <class Element>
+    static MK_DEVICE void fill(u8* strip, Element value) {
+        Element* to = reinterpret_cast<Element*>(own_lines(strip));
 #pragma unroll 1
-        for (u32 i = threadIdx.x % 32; i < 16 * strip_columns; i += 32) to[i] = value;
+        for (u32 i = threadIdx.x % 32; i < 16 * Strip<Element>::columns; i += 32) to[i] = value;
+    }
+
+    // Waits until, but for the last `left` groups, what this thread stores has been read, or is complete.
+    template <bool complete, u32 some = 0>
+    static MK_DEVICE void wait_stores(u32 left) {
+        if constexpr (some < strips)
+            if (left > some) return wait_stores<complete, some + 1>(left);
+        if (complete) ptx::wait_stores<some>();
+        else ptx::wait_stores_read<some>();
     }
 
     static MK_DEVICE void store(Shared& shared, Launch self, u32 consumer) {
         const Sink& sink = shared.sink;
         const u32 lane = self.agent().lane();
         Turn<strips> turn, oldest;
-        u32 unread = 0;  // strips that are being stored, lane 0's
+        u32 unread = 0;  // strips that are being stored
 
-        auto free_all_but = [&](u32 left) {
-            if (left == 0) ptx::wait_stores_read<0>();
-            else ptx::wait_stores_read<strips - 1>();
-            for (; unread > left; --unread, oldest.advance()) ptx::arrive(&shared.stored[consumer][oldest.slot]);
+        // A signal waits until its part is there; meanwhile the next one is on its way, so that links are not idle.
+        Tile sent{};
+        bool unsaid = false;
+        u32 behind = 0;  // strips since
+        auto free_oldest = [&] {
+            wait_stores<false>(--unread);
+            __syncwarp();
+            if (lane == 0) ptx::arrive(&shared.stored[consumer][oldest.slot]);
+            oldest.advance();
+            if (fragments && unsaid && unread <= behind) {
+                wait_stores<true>(behind);  // each lane for what it has sent: it raises the signal of the same receiver
+                sink.end(self, sent, Writes().complete(self.agent()));
+                unsaid = false;
+            }
+        };
+        // Starts to store a piece through a map, if there is one.
+        auto store_mapped = [&](const auto& to, const Tile& piece, const u8* staged) {
+            const TensorMap* map = to.map(piece, strip_rows);
+            if (map && lane == 0) {
+                ptx::acquire_map(map);
+                ptx::store_box(map, staged, i32(piece.columns.begin), i32(to.first_row(piece)));
+            }
+            return map != nullptr;
         };
 
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
             if (idle(tile, consumer)) continue;
-            Span stored(self, lane == 0, Traced::store, half(tile, consumer));
-            const Tile part{tile.source, part_of(tile.rows, consumer * consumer_rows, consumer_rows), tile.columns};
-            const u32 across = width(tile) / sides / strip_columns;
-            const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
-                             u32(ceil_div(part.columns.size(), strip_columns) - 1);
-            if (!sink.begin(self, part)) fail(shared);
+            const Tile part = half(tile, consumer);
+            Span stored(self, lane == 0, Traced::store, part);
+            // start(piece, its strip, its number) stores it, or starts to.
+            auto each_strip = [&](u32 wide, auto start) {
+                const u32 across = width(tile) / sides / wide;
 #pragma unroll 1
-            for (u32 i = 0; i < blocks * across; ++i, turn.advance()) {
-                const Tile piece{part.source, part_of(part.rows, i / across * strip_rows, strip_rows),
-                                 part_of(part.columns, i % across * strip_columns, strip_columns)};
-                u8* staged = shared.staged[consumer][turn.slot];
-                const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
-                const TensorMap* map = empty ? nullptr : sink.map(piece, strip_rows);
-                ptx::wait(&shared.ready[consumer][turn.slot], turn.parity);
-                if (i == 0) stored.begin();
-                if (map && lane == 0) {
-                    ptx::acquire_map(map);
-                    ptx::store_box(map, staged, i32(piece.columns.begin), i32(sink.first_row(piece)));
+                for (u32 i = 0; i < blocks * across; ++i, turn.advance()) {
+                    const Tile piece{part.source, part_of(part.rows, i / across * strip_rows, strip_rows),
+                                     part_of(part.columns, i % across * wide, wide)};
+                    u64* ready = &shared.ready[consumer][turn.slot];
+                    while (unread > 0 && !self.agent().any(ptx::completed(ready, turn.parity))) free_oldest();
+                    ptx::wait(ready, turn.parity);
+                    if (i == 0) stored.begin();
+                    const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
+                    if (!empty) start(piece, shared.staged[consumer][turn.slot], i);
+                    __syncwarp();
                     ptx::commit_stores();
+                    ++unread, ++behind;
                 }
-                if (!empty && !map) {
+            };
+
+            if constexpr (fragments)
+                if (unsaid && self.agent().any(sink.may_wait(self, part)))  // for peers who wait for that signal
+                    while (unread > 0) free_oldest();
+            if (!sink.begin(self, part)) fail(shared);
+            if constexpr (fragments) {
+                using Results = Strip<typename Sink::Result>;
+                const bool own = is_own(sink, self, part);
+                const u64 receivers = sink.receivers(self, part);
+                u8* const nearest = lane < receivers ? sink.slot(self, part, lane) : nullptr;
+                if (own && lane == 0) {
+                    shared.addends[consumer] = sink.addends(self, part);
+                    ptx::arrive(&shared.awaited[consumer]);
+                }
+                each_strip(own ? Results::columns : Strip<typename Sink::Partial>::columns,
+                           [&](const Tile& piece, u8* staged, u32 i) {
+                    if (has_failed(shared)) self.drop();
+                    for (u64 to = lane; self.live() && to < receivers; to += self.agent().lanes())
+                        ptx::store_bulk((to == lane ? nearest : sink.slot(self, part, to)) + i * Results::bytes, staged,
+                                        Results::bytes);
+                    if (own && !store_mapped(sink.results(), piece, staged))
+                        sink.results().deliver(self, piece, Results{staged});
+                });
+                while (unsaid) free_oldest();
+                sent = part, unsaid = receivers > 0, behind = 0;
+            } else {
+                const u32 wide = Strip<Out>::columns, across = width(tile) / sides / wide;
+                const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
+                                 u32(ceil_div(part.columns.size(), wide) - 1);
+                each_strip(wide, [&](const Tile& piece, u8* staged, u32 i) {
+                    if (store_mapped(sink, piece, staged)) return;
                     if (has_failed(shared)) self.drop();
                     const Completed done = sink.deliver(self, piece, Strip<Out>{staged});
                     if (i == last) sink.end(self, part, done);
-                }
-                __syncwarp();
-                if (lane == 0) {
-                    ++unread;
-                    free_all_but(map ? strips - 1 : 0);
-                }
+                });
             }
         }
-        if (lane == 0) free_all_but(0);  // the end of the kernel completes what is still being written
+        while (unread > 0) free_oldest();  // the end of the kernel completes what is still being written
     }
 
     // `length` of a range, from an offset on; of no or negative size behind its end.
@@ -502,6 +669,11 @@ public:
 //   sink       map(piece, 64), by which a piece of a tile is stored at row first_row(piece): boxes of 128 bytes by 64 rows,
 //              swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows; pieces 64 rows of 128 bytes,
 //              which a warp delivers
+//   sink       with takes_fragments<Sink>, and ranks of one node, strips of a part go to slot(launch, part, i), one behind
+//              the other, of each of its receivers(launch, part); end() then tells those. Others' parts, not is_own(launch,
+//              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part),
+//              which are there when begin() returns (may_wait(launch, part): not at once); they become Sink::Result, for
+//              which results() has map, first_row and deliver
 // May be called again and again. The gate is asked for this block's rows only, by warp 0.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
