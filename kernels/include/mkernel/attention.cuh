@@ -152,6 +152,8 @@ public:
     // Has this mover's share of a run of a peer brought here; each chunk of keys or of values raises its signal.
     template <bool aligned>
     MK_DEVICE void pull(Courier<aligned>& courier, Unit unit, const Run& run, const KeysAndValues& theirs) {
+        keep_in_memory(launch_);  // registers are for what is copied
+        keep_in_memory(theirs);
         const i64 line = columns_ * i64(sizeof(T)), chunks = ceil_div(run.count, plan_.chunk_positions);
         // On from where the last run ended, so that all get work of short ones, too.
         const i64 movers = i64(launch_.members());
