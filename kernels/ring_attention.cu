@@ -1,6 +1,6 @@
 // ring_attention: softmax(Q K^T) V, where every rank holds some positions of the sequence.
-//   movers   tell the peers where this rank's keys and values are, and bring the peers' here, a head (a unit) after the
-//            other, each from rank - 1 first, into a window of a few units
+//   movers   tell the peers where this rank's keys and values are, and all their warps bring the peers' here, a head (a
+//            unit) after the other, each from rank - 1 first, into a window of a few units
 //   compute  keeps a tile of queries, walks over all keys and values that it sees, own ones first, as soon as they have
 //            arrived (online softmax), and stores the tile once
 #include "mkernel/engine/attention.cuh"
@@ -15,12 +15,13 @@ using Type = MK_TYPE;
 
 MK_KERNEL(ring_attention, RingAttentionParams, p) {
     const RingAttentionPlan& plan = *p.plan;
-    Launch launch(p.world, plan.split);
+    Launch launch(p.world, plan.split, Agent::warps);
     const u64 rank = launch.rank();
     Window<Type> window(launch, plan);
 
-    if (launch.is(Role::mover)) {
-        Courier<> courier(launch, launch.agent().scratch());
+    auto bring_heads = [&](Launch launch, Scratch scratch) {
+        Window<Type> window(launch, plan);
+        Courier<> courier(launch, scratch);
         if (launch.member() == 0) {
             if (launch.agent().lane() == 0) *p.shown = p.own;
             launch.announce(p.message);
@@ -38,7 +39,9 @@ MK_KERNEL(ring_attention, RingAttentionParams, p) {
         window.finish(courier);
         for (u64 peer : RingOrder(rank, launch.size()))
             if (launch.await_call(peer, plan.digest)) launch.have_read(peer, launch.members());
-    }
+        return launch.live();
+    };
+    if (launch.is(Role::mover) && !launch.by_warps(bring_heads)) launch.drop();
 
     if (launch.is(Role::compute))
         engine::attention<Type>(
