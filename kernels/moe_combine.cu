@@ -4,7 +4,11 @@
 //            of each of its tokens
 //   all      add up this rank's own tokens as soon as the peers' sums are there, rank by rank: movers from the start, the
 //            others in the end
-#include "mkernel/combine.cuh"
+// Where there is more than one node:
+//   inter-reduce   adds up what this node has for tokens of other nodes, and sends that to their ranks
+//   inter-send     shows the other nodes the weights of this rank's tokens
+//   inter-receive  tells its node what they show
+#include "mkernel/node_experts.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -26,21 +30,28 @@ MK_KERNEL(moe_combine, MoeCombineParams, p) {
 
     if (launch.agent().index() == 0) launch.announce(p.message);
 
+    auto nodes = [&] { return NodeCombine<Type, PartialType>(launch, plan.combine); };
+    if (several_nodes && launch.is(Role::inter_reduce)) nodes().add_and_send(combination);
+    if (several_nodes && launch.is(Role::inter_send)) nodes().send(p.message, p.tokens);
+    if (several_nodes && launch.is(Role::inter_receive)) nodes().receive(plan.digest, combination);
+
+    const RingOrder peers(launch.rank(), launch.size(), launch.node());
     if (launch.is(Role::compute)) {
-        for (u64 peer : RingOrder(launch.rank(), launch.size()))
-            if (!launch.await_call(peer, plan.digest)) break;
+        Shown shown(launch, plan.combine.mirror);
+        for (u64 peer : peers)
+            if (!launch.await_call(peer, plan.digest) || !shown.await(peer, Crossing::heads)) break;
         const i64 count = p.origins.expert_offsets[plan.experts], lanes = i64(launch.agent().lanes());
         for (i64 row = i64(launch.member()) * lanes + launch.agent().lane(); launch.live() && row < count;
              row += i64(launch.members()) * lanes)
             combination.note(row, u64(p.origins.source_rank[row]), p.origins.source_token[row],
                              p.origins.source_slot[row]);
         combination.computed();
-        for (u64 peer : RingOrder(launch.rank(), launch.size())) combination.sum_for(peer);
+        for (u64 peer : peers) combination.sum_for(peer);
     }
 
     combination.collect(p.tokens, p.out);
 
-    for (u64 peer : RingOrder(launch.rank(), launch.size())) launch.have_read(peer, launch.agent().count());
+    for (u64 i = 1; i < launch.node().size; ++i) launch.have_read(launch.neighbour(i), launch.agent().count());
     launch.finish();  // peers have read our weights and sums: inputs are free, outputs complete
 }
 

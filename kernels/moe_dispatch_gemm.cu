@@ -1,12 +1,16 @@
 // moe_dispatch_gemm: every rank has tokens, and some of the experts that they choose. A rank gets the rows of its experts,
 // in order of expert, source rank, token and slot, each times the weights of its expert.
-//   movers   sort this rank's tokens by expert and show that to the peers with the call; when all have called, it is known
-//            who gets what. They bring the tokens here, each once, in the order in which the experts need them
+//   all      sort this rank's tokens by expert
+//   movers   show that to the peers with the call; when all have called, it is known who gets what. They bring the tokens
+//            here, each once, in the order in which the experts need them
 //   compute  takes the experts in order, and multiplies a tile as soon as its rows have arrived
+// Where there is more than one node:
+//   inter-send     sends tokens once to each other node that needs them, to a gateway there, with tables that say to whom
+//   inter-receive  tells its node what has come to this rank as a gateway: from here the others bring it
 // Wrong ids, and more tokens or rows than there is room for, are seen by all ranks before anything is written: then the
 // call does nothing else, and says why.
 #include "mkernel/engine/engine.cuh"
-#include "mkernel/experts.cuh"
+#include "mkernel/node_experts.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -22,22 +26,26 @@ using OutType = MK_OUT_TYPE;
 
 MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     const MoeDispatchGemmPlan& plan = *p.plan;
-    Launch launch(p.world, plan.split);
-    const u64 rank = launch.rank(), size = launch.size();
+    Launch launch(p.world, plan.split, Agent::warps);
+    const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
 
+    Routing(launch, plan.routing).sort(p.choice, p.tokens, launch.agent().scratch(), p.origins.expert_offsets);
+
+    auto let_go = [](Launch& self) {
+        for (u64 i = 1; i < self.node().size; ++i) self.have_read(self.neighbour(i), self.readers());
+    };
+    auto meet = [&](Launch& self) {
+        if (self.member() > 0) return;
+        Routing routing(self, plan.routing);
+        self.announce(p.message);  // with it, the peers may read the tables too
+        routing.await_shares(plan.digest);
+        routing.agree(p.origins.expert_offsets, self.agent().scratch());
+    };
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
-        routing.sort(p.choice, p.tokens, scratch, p.origins.expert_offsets);
-        if (self.member() == 0) {
-            self.announce(p.message);  // with it, the peers may read the tables too
-            for (u64 peer : RingOrder(rank, size))
-                if (!self.await_call(peer, plan.digest)) break;
-            routing.agree(p.origins.expert_offsets, scratch);
-        }
         if (routing.await() && !routing.refused()) {
             Courier<> courier(self, scratch);
             TokenLanding landing(self, plan.routing, plan.landing, p.origins.expert_offsets);
-            const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
             landing.bring(courier, own, [&](i64 row, u64 source, const Route& route) {
                 p.origins.source_rank[row] = i32(source);
                 p.origins.source_token[row] = i32(route.token);
@@ -45,14 +53,23 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
             });
             landing.finish(courier);
         }
-        for (u64 peer : RingOrder(rank, size)) self.have_read(peer, self.members());
+        let_go(self);
         return self.live();
     };
+    auto nodes = [&] { return NodeDispatch(launch, plan.routing, plan.landing, plan.nodes); };
 
-    if (launch.is(Role::mover) && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
+    if (launch.is(Role::mover)) {
+        meet(launch);
+        if (!launch.by_warps(bring_tokens)) launch.drop();
+    }
+    if (several_nodes && launch.is(Role::inter_send)) nodes().send(p.message, p.choice, own), let_go(launch);
+    if (several_nodes && launch.is(Role::inter_receive)) nodes().receive(plan.digest, [] {});
 
     if (launch.is(Role::compute)) {
-        if (plan.split.movers == 0 && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
+        if (plan.split.movers == 0) {
+            meet(launch);
+            if (!bring_tokens(launch, launch.agent().scratch())) launch.drop();
+        }
         Routing routing(launch, plan.routing);
         TokenLanding landing(launch, plan.routing, plan.landing, p.origins.expert_offsets);
         // Who never learns where the experts' rows are leaves NaN everywhere. Of a refused call there are none.

@@ -1,13 +1,15 @@
 // moe_layer: every rank has tokens, and some of the experts that they choose. Each expert is two products with an
 // activation between; a token gets the weighted sum of what its experts make of it.
-//   movers   sort this rank's tokens, and bring those that the experts here want, as in moe_dispatch_gemm
+//   all      sort this rank's tokens, as in moe_dispatch_gemm
+//   movers   bring those that the experts here want
 //   compute  multiplies with the first weights, expert by expert, as soon as the tokens have come, and with the second as
 //            soon as the tiles of the first product are finished; then adds up the rows of each token for the peers
 //            (and what movers do, before that, where the plan has none)
 //   all      add up this rank's own tokens in the end, as in moe_combine
+// Where there is more than one node, inter-send, inter-receive and inter-reduce do what they do in those two.
 #include "mkernel/activation.cuh"
-#include "mkernel/combine.cuh"
 #include "mkernel/engine/engine.cuh"
+#include "mkernel/node_experts.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -31,24 +33,26 @@ constexpr bool in_turn = gated && !paired;
 
 MK_KERNEL(moe_layer, MoeLayerParams, p) {
     const MoeLayerPlan& plan = *p.plan;
-    Launch launch(p.world, plan.split);
+    Launch launch(p.world, plan.split, Agent::warps);
+    const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
     auto combination = [&](Launch& self) {
         return Combination<Type, PartialType>(self, plan.combine, *plan.made, plan.capacity);
     };
 
+    Routing(launch, plan.routing).sort(p.choice, p.tokens, launch.agent().scratch(), plan.expert_offsets);
+
+    auto meet = [&](Launch& self) {
+        if (self.member() > 0) return;
+        Routing routing(self, plan.routing);
+        self.announce(p.message);  // with it, the peers may read the tables too
+        routing.await_shares(plan.digest);
+        routing.agree(plan.expert_offsets, self.agent().scratch());
+    };
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
-        routing.sort(p.choice, p.tokens, scratch, plan.expert_offsets);
-        if (self.member() == 0) {
-            self.announce(p.message);  // with it, the peers may read the tables too
-            for (u64 peer : RingOrder(self.rank(), self.size()))
-                if (!self.await_call(peer, plan.digest)) break;
-            routing.agree(plan.expert_offsets, scratch);
-        }
         if (routing.await() && !routing.refused()) {
             Courier<> courier(self, scratch);
             TokenLanding landing(self, plan.routing, plan.landing, plan.expert_offsets);
-            const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
             landing.bring(courier, own, [&](i64 row, u64 source, const Route& route) {
                 combination(self).note(row, source, route.token, route.slot);
             });
@@ -57,8 +61,19 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
         return self.live();
     };
 
-    const bool brings = launch.is(Role::mover) || plan.split.movers == 0;
-    if (brings && !bring_tokens(launch, launch.agent().scratch())) launch.drop();
+    if (launch.is(Role::mover)) {
+        meet(launch);
+        if (!launch.by_warps(bring_tokens)) launch.drop();
+    } else if (plan.split.movers == 0) {
+        meet(launch);
+        if (!bring_tokens(launch, launch.agent().scratch())) launch.drop();
+    }
+
+    auto nodes = [&] { return NodeCombine<Type, PartialType>(launch, plan.combine); };
+    auto tokens = [&] { return NodeDispatch(launch, plan.routing, plan.landing, plan.nodes); };
+    if (several_nodes && launch.is(Role::inter_send)) tokens().send(p.message, p.choice, own);
+    if (several_nodes && launch.is(Role::inter_receive))
+        tokens().receive(plan.digest, [&] { nodes().await_sums(combination(launch)); });
 
     Routing routing(launch, plan.routing);
     const bool known = routing.await(), refused = known && routing.refused();
@@ -86,12 +101,13 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
             /* gate   */ [&](const Agent& who, Tile t, Range k) { return hidden.wait(who, t, k); },
             /* sink   */ store(*plan.made), nothing);
         combination(launch).computed();
-        for (u64 peer : RingOrder(launch.rank(), launch.size())) combination(launch).sum_for(peer);
+        for (u64 peer : RingOrder(launch.rank(), launch.size(), launch.node())) combination(launch).sum_for(peer);
     }
+    if (several_nodes && launch.is(Role::inter_reduce) && known && !refused) nodes().add_and_send(combination(launch));
 
     if (!refused) combination(launch).collect(p.tokens, p.out);
 
-    for (u64 peer : RingOrder(launch.rank(), launch.size())) launch.have_read(peer, launch.agent().count());
+    for (u64 i = 1; i < launch.node().size; ++i) launch.have_read(launch.neighbour(i), launch.agent().count());
     launch.finish();  // peers have read our tokens, weights and sums: inputs are free, outputs complete
 }
 

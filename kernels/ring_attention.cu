@@ -3,7 +3,12 @@
 //            unit) after the other, each from rank - 1 first, into a window of a few units
 //   compute  keeps a tile of queries, walks over all keys and values that it sees, own ones first, as soon as they have
 //            arrived (online softmax), and stores the tile once
+// Where there is more than one node:
+//   inter-send     sends this rank's keys and values once to each other node, into the window of its gateway there
+//   inter-receive  tells its node what has come to this rank as a gateway: from here the others bring it; and the senders,
+//                  when nobody of this node needs a unit any more
 #include "mkernel/engine/attention.cuh"
+#include "mkernel/node_window.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -29,19 +34,27 @@ MK_KERNEL(ring_attention, RingAttentionParams, p) {
         for (Unit unit : Units(plan)) {
             if (!window.await_room(courier, unit)) break;
             for (const Run& run : Walk(plan)) {
-                if (run.source == rank) continue;
+                const u64 holder = launch.holder(run.source);  // itself, or its gateway
+                if (holder == rank) continue;
                 if (unit.index == 0 && !launch.await_call(run.source, plan.digest)) break;
-                const Place shown = launch.message_of(run.source).operand;
-                const KeysAndValues theirs = *static_cast<KeysAndValues*>(launch.at(run.source, shown));
-                window.pull(courier, unit, run, theirs);
+                KeysAndValues theirs{};
+                if (holder == run.source)
+                    theirs = *static_cast<KeysAndValues*>(launch.at(holder, launch.message_of(holder).operand));
+                window.pull(courier, unit, run, [&](Range positions, Part part, u64 index) {
+                    if (several_nodes && holder != run.source)
+                        return NodeWindow<Type>(launch, plan).await(unit, run, positions, part, index);
+                    return window.shown(theirs, unit, run, positions, part);
+                });
             }
         }
         window.finish(courier);
-        for (u64 peer : RingOrder(rank, launch.size()))
-            if (launch.await_call(peer, plan.digest)) launch.have_read(peer, launch.members());
+        for (u64 peer : RingOrder(rank, launch.size(), launch.node())) launch.await_call(peer, plan.digest);
+        for (u64 i = 1; i < launch.node().size; ++i) launch.have_read(launch.neighbour(i), launch.readers());
         return launch.live();
     };
     if (launch.is(Role::mover) && !launch.by_warps(bring_heads)) launch.drop();
+    if (several_nodes && launch.is(Role::inter_send)) NodeWindow<Type>(launch, plan).send(p.message, p.own);
+    if (several_nodes && launch.is(Role::inter_receive)) NodeWindow<Type>(launch, plan).receive(plan.digest);
 
     if (launch.is(Role::compute))
         engine::attention<Type>(

@@ -5,14 +5,16 @@ Pure Python, as all plans.
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from .memory import round_up
-from .plan import Gpu, Options, PlanFile, choose_split
+from .plan import Gpu, NodesPlan, Options, choose_split
 from .reference import array_split_counts
+from .topology import LETTER_BYTES, Topology
 
 LAYOUTS = ("contiguous", "zigzag")
 COLUMNS = (64, 128, 256)  # of a head, that engines of GPUs are compiled for: others take the next
@@ -74,6 +76,8 @@ class Attention:
         The most bytes of a rank's window.
     chunk_bytes : int or None
         About how much is moved at a time.
+    nodes : tuple of int or None
+        Ranks of each node; None: all on one.
     """
 
     batch: int
@@ -87,6 +91,7 @@ class Attention:
     layout: str
     max_workspace: int | None = None
     chunk_bytes: int | None = None
+    nodes: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         """All of it, as the ranks compare it and errors show it."""
@@ -122,24 +127,53 @@ class Attention:
         return tuple(run for run in runs if run.count)
 
     def walk(self, rank: int) -> tuple[Run, ...]:
-        """Return the runs of keys that a rank's queries see: own ones, then rank - 1's, ..."""
-        own = self.held_by(rank)
+        """Return the runs of keys that a rank's queries see: own ones, then rank - 1's, ...
+
+        Those of its node come first; then the ranks of a node begin at different ones.
+        """
+        own, topology = self.held_by(rank), self.topology(rank)
         last = max((run.position + run.count - 1 for run in own), default=-1)
-        sources = ((rank - step) % self.ranks for step in range(self.ranks))
-        runs = (run for source in sources for run in self.held_by(source))
+        begin, local, size = topology.begin, topology.local_rank, topology.local_size
+        near = [begin + (local - step) % size for step in range(size)]
+        far = [(begin - 1 - step) % self.ranks for step in range(self.ranks - size)]
+        runs = (run for source in near + far[local:] + far[:local] for run in self.held_by(source))
         return tuple(run for run in runs if own and not (self.causal and run.position > last))
 
     def pulled(self, rank: int) -> tuple[Run, ...]:
         """Return the part of the walk that lies at peers."""
         return tuple(run for run in self.walk(rank) if run.source != rank)
 
+    def topology(self, rank: int) -> Topology:
+        """Return the nodes, as a rank sees them."""
+        return Topology(rank, self.nodes or (self.ranks,))
+
+    def landing(self, rank: int) -> tuple[Run, ...]:
+        """Return the runs that land in a rank's window.
+
+        Those that it pulls, and those of other nodes that it passes on, as their gateway.
+        """
+        topology = self.topology(rank)
+        wanted = (run for peer in topology.peers for run in self.pulled(peer))
+        passed_on = (run for run in wanted if run.source in topology.sources)
+        return tuple(dict.fromkeys((*self.pulled(rank), *passed_on)))
+
+    def places(self, rank: int) -> dict[Run, int]:
+        """Return the place of the runs that land at a rank, in a slot of its window."""
+        runs = self.landing(rank)
+        return {run: sum(before.count for before in runs[:i]) for i, run in enumerate(runs)}
+
+    def leaving(self, rank: int) -> tuple[tuple[int, Run], ...]:
+        """Return the gateways that a rank sends its runs to, each with a run."""
+        gateways = self.topology(rank).gateways
+        return tuple((to, run) for to in gateways for run in self.landing(to) if run.source == rank)
+
     def bytes_of(self, positions: int) -> int:
         """Return the bytes of the keys and values of one unit at so many positions."""
         return positions * 2 * self.columns * self.dtype.itemsize
 
     def slot_bytes(self, rank: int) -> int:
-        """Return the bytes of a slot of a rank's window: what one unit pulls."""
-        return self.bytes_of(sum(run.count for run in self.pulled(rank)))
+        """Return the bytes of a slot of a rank's window: what lands there of one unit."""
+        return self.bytes_of(sum(run.count for run in self.landing(rank)))
 
     @functools.cached_property
     def window(self) -> int:
@@ -161,9 +195,25 @@ class Attention:
         line = self.columns * self.dtype.itemsize
         return max(1, min((self.chunk_bytes or _CHUNK_BYTES) // line, max(self.seq_counts)))
 
-    def chunks(self, rank: int) -> int:
-        """Return in how many chunks of keys a rank pulls a unit; values come in as many."""
-        return sum(-(-run.count // self.chunk) for run in self.pulled(rank))
+    def chunks(self, runs: Iterable[Run]) -> int:
+        """Return in how many chunks the keys of some runs come; values come in as many."""
+        return sum(-(-run.count // self.chunk) for run in runs)
+
+    @functools.cached_property
+    def first_chunks(self) -> dict[Run, int]:
+        """The first chunk of the runs of every rank, by which all ranks call it."""
+        runs = [run for rank in range(self.ranks) for run in self.held_by(rank)]
+        return {run: self.chunks(runs[:i]) for i, run in enumerate(runs)}
+
+    @property
+    def unit_chunks(self) -> int:
+        """Chunks of the keys, or of the values, of a unit of all ranks."""
+        return self.chunks(run for rank in range(self.ranks) for run in self.held_by(rank))
+
+    @property
+    def chunks_between_nodes(self) -> int:
+        """Chunks that may come over the network: those, and by node and unit the end of it."""
+        return self.units * (2 * self.unit_chunks + len(self.nodes or ()))
 
     def arena_offsets(self, rank: int) -> tuple[int, int, int, int]:
         """Where a rank keeps things in the arena, in bytes.
@@ -171,23 +221,33 @@ class Attention:
         Returns
         -------
         tuple of int
-            Of the copies of its keys and of its values, which hold them if the caller's arrays are
-            no segment's; of the window; the end. Before the first stands where these lie.
+            Of the window, at every rank the same; of the copies of its keys and of its values,
+            which hold them if the caller's arrays are no segment's; the end. Before the first
+            stands where these lie.
         """
         own = self.bytes_of(self.seq_counts[rank]) // 2 * self.units
-        values = _ALIGNMENT + round_up(own, _ALIGNMENT)
-        window = values + round_up(own, _ALIGNMENT)
-        return _ALIGNMENT, values, window, window + self.window * self.slot_bytes(rank)
+        keys = _ALIGNMENT + round_up(self.window * self.slot_bytes(rank), _ALIGNMENT)
+        values = keys + round_up(own, _ALIGNMENT)
+        return _ALIGNMENT, keys, values, values + round_up(own, _ALIGNMENT)
+
+    def signal_sizes(self) -> dict[str, int]:
+        """Return the words of everything among the signals."""
+        chunks, several = 2 * self.units * self.unit_chunks, len(self.nodes or ()) > 1
+        return {
+            "left": MOST_COMPUTE_AGENTS,
+            "arrived": chunks,
+            "heard": chunks if several else 0,
+            "freed": self.ranks if several else 0,
+        }
 
     def need(self) -> tuple[int, int]:
         """Return the signals and bytes of an arena that serves every rank."""
-        ranks = range(self.ranks)
-        signals = MOST_COMPUTE_AGENTS + self.units * max(map(self.chunks, ranks)) * 2
-        return signals, max(self.arena_offsets(rank)[-1] for rank in ranks)
+        signals = sum(self.signal_sizes().values())
+        return signals, max(self.arena_offsets(rank)[-1] for rank in range(self.ranks))
 
 
 @dataclass(frozen=True)
-class RingAttentionPlan(PlanFile):
+class RingAttentionPlan(NodesPlan):
     """The plan of `ring_attention` on one rank.
 
     Attributes
@@ -217,6 +277,8 @@ class RingAttentionPlan(PlanFile):
         (movers, compute): agents per role.
     shared_bytes : int
         Scratch memory of an agent.
+    nodes : tuple of int
+        Ranks of each node.
 
     Notes
     -----
@@ -245,6 +307,7 @@ class RingAttentionPlan(PlanFile):
     window: int
     split: tuple[int, int]
     shared_bytes: int
+    nodes: tuple[int, ...]
 
     @property
     def attention(self) -> Attention:
@@ -261,6 +324,7 @@ class RingAttentionPlan(PlanFile):
             layout=self.layout,
             max_workspace=self.max_workspace,
             chunk_bytes=self.chunk_bytes,
+            nodes=self.nodes,
         )
 
     @property
@@ -270,8 +334,18 @@ class RingAttentionPlan(PlanFile):
 
     @property
     def bytes_from_peers(self) -> int:
-        """Bytes that this rank pulls in one call."""
-        return self.attention.units * self.attention.slot_bytes(self.rank)
+        """Bytes that this rank pulls in one call from the ranks of its node."""
+        agreed, holders = self.attention, self.topology.holders
+        runs = (run for run in agreed.pulled(self.rank) if holders[run.source] != self.rank)
+        return agreed.units * agreed.bytes_of(sum(run.count for run in runs))
+
+    @property
+    def bytes_to_network(self) -> int:
+        """Bytes that this rank sends to other nodes in one call: what each needs, and letters."""
+        agreed = self.attention
+        sent = sum(run.count for _, run in agreed.leaving(self.rank))
+        freed = len(self.topology.sources) * max(0, agreed.units - self.window) * LETTER_BYTES
+        return agreed.units * agreed.bytes_of(sent) + freed + self.topology.letter_bytes
 
     @property
     def options(self) -> Options:
@@ -299,6 +373,7 @@ class RingAttentionPlan(PlanFile):
                 f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} positions "
                 f"({kib:g} KiB) by {movers} movers, into a window of {self.window} of "
                 f"{self.attention.units} units ({self.workspace} bytes)",
+                *self._between_nodes(self.topology.gateways),
             )
         )
 
@@ -503,7 +578,7 @@ def plan_ring_attention(
     queries = max(1, attention.seq_counts[rank] * (attention.heads // attention.kv_heads))
     needed = _MOST_MOVERS * _BUSY_QUERIES[chosen.engine] // queries
     movers = max(_LEAST_MOVERS, min(_MOST_MOVERS, needed))
-    movers = max(1, min(movers, 2 * attention.chunks(rank)))
+    movers = max(1, min(movers, 2 * attention.chunks(attention.pulled(rank))))
     if attention.ranks > 1 and options.split and options.split[0] == 0:
         raise ValueError(
             f"Options(split={options.split}): ring_attention needs movers of their own, which wait "
@@ -534,4 +609,5 @@ def plan_ring_attention(
         window=attention.window,
         split=split,
         shared_bytes=chosen.shared_bytes(attention.dtype),
+        nodes=attention.nodes or (attention.ranks,),
     )

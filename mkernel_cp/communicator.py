@@ -46,7 +46,7 @@ from .watcher import Watcher
 logger = logging.getLogger("mkernel_cp")
 
 _HEAP_GRAIN = 1 << 21
-_STAGING_AGENTS = 2  # as Stager::agents
+_STAGING_AGENTS = 2  # as Stager::agents_in
 _WORD_SECONDS = 1.0  # that another rank may take to tell of a failure
 _SILENCE_SECONDS = 2.0  # of a watcher, that mean nothing yet on a busy machine
 
@@ -922,6 +922,15 @@ class Communicator:
             raise errors.ConfigurationError(
                 f"{what} works within one node only so far, and the ranks of this communicator are "
                 f"on nodes of {list(self.topology.sizes)}: leave out nodes= and MKERNEL_NODES"
+            )
+
+    def refuse_staging(self, what: str) -> None:
+        """Raise for what cannot pass through slots of host memory on its way to other nodes."""
+        if self.staging_agents:
+            raise errors.ConfigurationError(
+                f"{what} works between nodes only where network cards reach the memory of kernels "
+                f"so far, and the ranks of this communicator, on {self.target}, are on nodes of "
+                f"{list(self.topology.sizes)}: use one node, or target='host'"
             )
 
     def _place(self, operand: np.ndarray, message: ctypes.Structure) -> None:

@@ -55,6 +55,7 @@ class Awaited(enum.IntEnum):
     SENT = 12
     NETWORK = 13
     RECEIPT = 14
+    CREDIT = 15
     SLOT = 16
 
 
@@ -80,6 +81,7 @@ _AWAITED = {
     Awaited.SENT: "the network to have sent command {index}",
     Awaited.NETWORK: "chunk {index}, which {peer} sends over the network",
     Awaited.RECEIPT: "the receipt of rank {index} for what was sent to it",
+    Awaited.CREDIT: "{peer} to need unit {index} no more",
     Awaited.SLOT: "room for what is sent to rank {index}, which has yet to take out more",
 }
 

@@ -30,6 +30,15 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def offsets_of(sizes: dict[str, int], alignment: int = 256) -> dict[str, int]:
+    """Return where things of these sizes lie one behind the other, and their ``end``."""
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += round_up(size, alignment)
+    return {**offsets, "end": end}
+
+
 def available_memory() -> int:
     """Return the bytes that this process could still use, by the machine and by its cgroup."""
     limits = [2**63]

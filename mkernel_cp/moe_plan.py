@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .memory import round_up
+from .memory import offsets_of, round_up
 from .plan import (
     Gpu,
     HopperTile,
     HostTile,
+    NodesPlan,
     Options,
-    PlanFile,
     PortableTile,
     choose_split,
     default_tile,
@@ -24,8 +24,10 @@ from .plan import (
     hopper_group_tiles,
     line_pitch,
     portable_tile,
+    with_inter_reduce,
 )
 from .reference import accumulator_dtype, array_split_counts
+from .topology import Topology
 
 MOST_AGENTS = 1024
 _ALIGNMENT = 256
@@ -37,15 +39,6 @@ _SHARE_BYTES, _SUMMARY_BYTES, _ROUTE_BYTES, _DELIVERY_BYTES = 16, 24, 24, 48  # 
 _ROW_BYTES = 16  # struct Routing::Row of experts.cuh
 # Words of bits that agents sort with: for each expert, and for all together.
 _SORT_WORDS = 16, 1 << 13
-
-
-def offsets_of(sizes: dict[str, int], alignment: int = _ALIGNMENT) -> dict[str, int]:
-    """Return where things of these sizes lie one behind the other, and their ``end``."""
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = end
-        end += round_up(size, alignment)
-    return {**offsets, "end": end}
 
 
 @dataclass(frozen=True)
@@ -70,6 +63,10 @@ class Dispatch:
         Rows of every rank's result; None: as many as it may get.
     chunk_bytes : int or None
         About how much is moved at a time.
+    nodes : tuple of int or None
+        Ranks of each node; None: all on one.
+    weighted : bool
+        Whether weights of its tokens go with what a rank tells of them.
     """
 
     ranks: int
@@ -82,6 +79,8 @@ class Dispatch:
     max_tokens: int | None
     capacity: int | None = None
     chunk_bytes: int | None = None
+    nodes: tuple[int, ...] | None = None
+    weighted: bool = False
 
     def __str__(self) -> str:
         """All of it, as the ranks compare it and errors show it."""
@@ -127,13 +126,9 @@ class Dispatch:
         The place of a rank's own tokens among those that land holds them if the caller's array is
         no segment's.
         """
-        routes, experts = self.max_tokens * self.slots, max(self.experts_of)
-        starts = (self.experts + 1) * _SHARE_BYTES
+        experts, starts = max(self.experts_of), (self.experts + 1) * _SHARE_BYTES
         return {
-            "summary": _SUMMARY_BYTES,
-            "starts": starts,
-            "routes": routes * _ROUTE_BYTES,
-            "tokens": self.max_tokens * min(self.slots, self.ranks) * 4,
+            **self.table_sizes(),
             "known": self.ranks * starts,
             "said": self.ranks * _SUMMARY_BYTES,
             "totals": self.ranks * _WORD,
@@ -141,7 +136,71 @@ class Dispatch:
             "list": self.ranks * self.max_tokens * 4,
             "places": max(self.capacities) * _WORD,
             "landing": self.ranks * self.max_tokens * self.pitch,
+            **(self._node_sizes() if self.several_nodes else {}),
         }
+
+    def table_sizes(self) -> dict[str, int]:
+        """Return the bytes of what a rank tells of its tokens, which begins the arena.
+
+        What stands before `routes` all agree by, before tokens move.
+        """
+        return {
+            "summary": _SUMMARY_BYTES,
+            "starts": (self.experts + 1) * _SHARE_BYTES,
+            "crossing": len(self.nodes) * _WORD if self.several_nodes else 0,
+            "weights": _weight_bytes(self) if self.weighted else 0,
+            "routes": self.max_tokens * self.slots * _ROUTE_BYTES,
+            "tokens": self.max_tokens * min(self.slots, self.ranks) * 4,
+        }
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the tables that all agree by."""
+        return offsets_of(self.table_sizes())["routes"]
+
+    def bytes_to_network(self, rank: int, ids: np.ndarray) -> int:
+        """Return the bytes that a rank sends to other nodes in a call, for its tokens' choices.
+
+        Tokens once to each node, a route for each row that is made of them there, their places
+        for each rank that needs them, and what all agree by.
+        """
+        if not self.several_nodes:
+            return 0
+        topology = Topology(rank, self.nodes)
+        owners = np.repeat(np.arange(self.ranks), self.experts_of)
+        chosen = _owners(owners, ids)
+        total, begins = 0, np.cumsum([0, *self.nodes])
+        for gateway in topology.gateways:
+            node = topology.node_of(gateway)
+            ranks = range(begins[node], begins[node + 1])
+            there = np.isin(chosen, ranks)
+            listed = sum(int((chosen == peer).any(axis=1).sum()) for peer in ranks)
+            tokens = int(there.any(axis=1).sum()) * self.h * self.dtype.itemsize
+            total += tokens + int(there.sum()) * _ROUTE_BYTES + listed * 4 + self.head_bytes
+        return total + topology.letter_bytes
+
+    def _node_sizes(self) -> dict[str, int]:
+        """Return the bytes of what a rank sends to other nodes and gets from them."""
+        others, tables = len(self.nodes) - 1, self.table_sizes()
+        tokens = self.max_tokens * self.h * self.dtype.itemsize
+        return {
+            "crossing_list": tables["tokens"],
+            "place_of": self.max_tokens * 4,
+            "order": others * self.max_tokens * 4,
+            "mirrors": self.ranks * offsets_of(tables)["end"],
+            "leaving": others * tokens,
+            "landed": self.ranks * tokens,
+        }
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether there is more than one node."""
+        return len(self.nodes or ()) > 1
+
+    @property
+    def parts(self) -> int:
+        """Parts in which what a rank sends comes to another node: see Crossing of experts.cuh."""
+        return 3 + self.chunks
 
     def signal_sizes(self) -> dict[str, int]:
         """Return the words of everything among the signals."""
@@ -150,6 +209,7 @@ class Dispatch:
             "told": MOST_AGENTS,
             "arrived": self.ranks * self.chunks,
             "placed": max(self.experts_of) * self.ranks,
+            "heard": self.ranks * self.parts if self.several_nodes else 0,
         }
 
     def need(self) -> tuple[int, int]:
@@ -172,7 +232,7 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
-class MoeDispatchGemmPlan(PlanFile):
+class MoeDispatchGemmPlan(NodesPlan):
     """The plan of `moe_dispatch_gemm` on one rank.
 
     Attributes
@@ -196,6 +256,8 @@ class MoeDispatchGemmPlan(PlanFile):
         (movers, compute): agents per role.
     shared_bytes : int
         Scratch memory of an agent.
+    nodes : tuple of int
+        Ranks of each node.
 
     Notes
     -----
@@ -220,6 +282,7 @@ class MoeDispatchGemmPlan(PlanFile):
     chunk_bytes: int
     split: tuple[int, int]
     shared_bytes: int
+    nodes: tuple[int, ...]
 
     @property
     def dispatch(self) -> Dispatch:
@@ -235,6 +298,7 @@ class MoeDispatchGemmPlan(PlanFile):
             max_tokens=self.max_tokens,
             capacity=self.max_capacity,
             chunk_bytes=self.chunk_bytes,
+            nodes=self.nodes,
         )
 
     @property
@@ -293,7 +357,11 @@ class Combine:
         The most tokens of a rank.
     chunk_bytes : int or None
         About how much is sent at a time.
+    nodes : tuple of int or None
+        Ranks of each node; None: all on one.
     """
+
+    parts: ClassVar[int] = 1  # of what a rank shows other nodes: weights
 
     ranks: int
     n: int
@@ -302,6 +370,7 @@ class Combine:
     transfer_dtype: np.dtype
     max_tokens: int
     chunk_bytes: int | None = None
+    nodes: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         """All of it, as the ranks compare it and errors show it."""
@@ -329,12 +398,62 @@ class Combine:
 
     def arena_sizes(self) -> dict[str, int]:
         """Return the bytes of everything in the arena."""
-        weights = self.max_tokens * self.slots * accumulator_dtype(self.dtype).itemsize
+        tables = self.table_sizes()
         return {
-            "weights": weights,
-            "factors": self.ranks * weights,
+            **tables,
+            "factors": self.ranks * tables["weights"],
             "sums": self.ranks * self.max_tokens * self.pitch,
+            **(self._node_sizes(tables) if self.several_nodes else {}),
         }
+
+    def table_sizes(self) -> dict[str, int]:
+        """Return the bytes of what a rank shows its peers."""
+        return {"weights": _weight_bytes(self)}
+
+    def _node_sizes(self, tables: dict[str, int]) -> dict[str, int]:
+        """Return the bytes of what a rank sends to other nodes and gets from them."""
+        return {
+            "mirrors": self.ranks * offsets_of(tables)["end"],
+            "leaving_sums": self.ranks * self.chunks * self.message_bytes,
+            "arriving_sums": len(self.nodes) * self.chunks * self.message_bytes,
+        }
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether there is more than one node."""
+        return len(self.nodes or ()) > 1
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes by which a message says where sums are in it."""
+        return round_up(4 * self.chunk_tokens, 16)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of a message with the sums of a chunk, at the most."""
+        sums = self.chunk_tokens * self.n * self.transfer_dtype.itemsize
+        return round_up(self.head_bytes + sums, 16)
+
+    def sums_to_network(self, rank: int, id_blocks: Sequence[np.ndarray], experts: int) -> int:
+        """Return the bytes of the sums that a rank sends to other nodes, for all ranks' choices."""
+        if not self.several_nodes:
+            return 0
+        topology = Topology(rank, self.nodes)
+        owners = np.repeat(np.arange(self.ranks), array_split_counts(experts, self.ranks))
+        total = 0
+        for source in topology.sources:
+            chosen = _owners(owners, id_blocks[source])
+            sums = int(np.isin(chosen, topology.peers).any(axis=1).sum())
+            total += sums * self.n * self.transfer_dtype.itemsize + self.chunks * self.head_bytes
+        return total
+
+    def weights_to_network(self, rank: int, tokens: int) -> int:
+        """Return the bytes of what else a rank with so many tokens sends in a call of its own."""
+        if not self.several_nodes:
+            return 0
+        topology = Topology(rank, self.nodes)
+        weights = tokens * self.slots * accumulator_dtype(self.dtype).itemsize
+        return len(topology.gateways) * weights + topology.letter_bytes
 
     def signal_sizes(self) -> dict[str, int]:
         """Return the words of everything among the signals."""
@@ -343,6 +462,8 @@ class Combine:
             "summed": self.ranks * self.chunks,
             "rows": self.ranks * self.max_tokens * self.slots,
             "sent": self.ranks * self.max_tokens,
+            "summed_here": self.ranks**2 * self.chunks if self.several_nodes else 0,
+            "heard": self.ranks if self.several_nodes else 0,
         }
 
     def need(self) -> tuple[int, int]:
@@ -351,7 +472,7 @@ class Combine:
 
 
 @dataclass(frozen=True)
-class MoeCombinePlan(PlanFile):
+class MoeCombinePlan(NodesPlan):
     """The plan of `moe_combine` on one rank.
 
     Attributes
@@ -369,9 +490,11 @@ class MoeCombinePlan(PlanFile):
     chunk_bytes : int
         How much was to be sent at a time.
     split : tuple of int
-        (movers, compute): agents per role.
+        (movers, compute): agents per role; of several nodes also inter-reduce.
     shared_bytes : int
         Scratch memory of an agent.
+    nodes : tuple of int
+        Ranks of each node.
     """
 
     operator: ClassVar[str] = "moe_combine"
@@ -388,8 +511,9 @@ class MoeCombinePlan(PlanFile):
     target: str
     engine: str
     chunk_bytes: int
-    split: tuple[int, int]
+    split: tuple[int, ...]
     shared_bytes: int
+    nodes: tuple[int, ...]
 
     @property
     def combine(self) -> Combine:
@@ -402,6 +526,7 @@ class MoeCombinePlan(PlanFile):
             transfer_dtype=self.transfer_dtype,
             max_tokens=self.max_tokens,
             chunk_bytes=self.chunk_bytes,
+            nodes=self.nodes,
         )
 
     @property
@@ -417,7 +542,7 @@ class MoeCombinePlan(PlanFile):
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
-        movers, compute = self.split
+        movers, compute, *_ = self.split
         return "\n".join(
             (
                 f"moe_combine: up to {self.max_tokens} tokens a rank of {self.n} columns, "
@@ -435,6 +560,7 @@ def plan_moe_combine(
 ) -> MoeCombinePlan:
     """Choose a plan: for a GPU that runs `capacity` agents at a time, or for the host target."""
     engine = default_tile(combine.dtype) if gpu else HostTile((1, 1, 1))
+    nodes = combine.nodes or (combine.ranks,)
     return MoeCombinePlan(
         rank=rank,
         ranks=combine.ranks,
@@ -447,9 +573,28 @@ def plan_moe_combine(
         target="cuda" if gpu else "host",
         engine=engine.engine,
         chunk_bytes=combine.chunk_bytes or _CHUNK_BYTES,
-        split=expert_split(engine, combine.ranks, combine.max_tokens, options, capacity),
+        split=with_inter_reduce(
+            expert_split(engine, combine.ranks, combine.max_tokens, options, capacity),
+            *(nodes, options),
+        ),
         shared_bytes=0,
+        nodes=nodes,
     )
+
+
+def _weight_bytes(agreed: Dispatch | Combine) -> int:
+    """Return the bytes of the weights of a rank's tokens, at the most."""
+    return agreed.max_tokens * agreed.slots * accumulator_dtype(agreed.dtype).itemsize
+
+
+def _owners(owners: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return the ranks of the experts that tokens have chosen; -1 for none."""
+    return np.where(ids < 0, -1, owners[ids]) if len(owners) else np.full(ids.shape, -1)
+
+
+def _together(first: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    """Return sizes of both; what the first has, too, is shared."""
+    return {**first, **{name: size for name, size in other.items() if name not in first}}
 
 
 ACTIVATIONS = ("swiglu", "gelu", "silu", None)
@@ -469,7 +614,7 @@ class Layer:
     dtype, transfer_dtype : numpy.dtype
         Of everything; of sums on their way.
     activation : str or None
-    max_tokens, capacity, chunk_bytes : int or None
+    max_tokens, capacity, chunk_bytes, nodes
         As for `Dispatch`.
     """
 
@@ -485,6 +630,7 @@ class Layer:
     max_tokens: int | None
     capacity: int | None = None
     chunk_bytes: int | None = None
+    nodes: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         """All of it, as the ranks compare it and errors show it."""
@@ -510,6 +656,8 @@ class Layer:
             max_tokens=self.max_tokens,
             capacity=self.capacity,
             chunk_bytes=self.chunk_bytes,
+            nodes=self.nodes,
+            weighted=True,
         )
 
     @property
@@ -523,6 +671,7 @@ class Layer:
             transfer_dtype=self.transfer_dtype,
             max_tokens=self.max_tokens,
             chunk_bytes=self.chunk_bytes,
+            nodes=self.nodes,
         )
 
     @property
@@ -537,11 +686,11 @@ class Layer:
 
     def arena_sizes(self) -> dict[str, int]:
         """Return the bytes of everything in the arena of every rank."""
-        return {**self.dispatch.arena_sizes(), **self.combine.arena_sizes()}
+        return _together(self.dispatch.arena_sizes(), self.combine.arena_sizes())
 
     def signal_sizes(self) -> dict[str, int]:
         """Return the words of everything among the signals."""
-        return {**self.dispatch.signal_sizes(), **self.combine.signal_sizes()}
+        return _together(self.dispatch.signal_sizes(), self.combine.signal_sizes())
 
     def need(self) -> tuple[int, int]:
         """Return the signals and bytes of an arena that serves every rank."""
@@ -549,7 +698,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class MoeLayerPlan(PlanFile):
+class MoeLayerPlan(NodesPlan):
     """The plan of `moe_layer` on one rank.
 
     Attributes
@@ -573,9 +722,11 @@ class MoeLayerPlan(PlanFile):
     chunk_bytes : int
         How much was to be moved at a time.
     split : tuple of int
-        (movers, compute): agents per role.
+        (movers, compute): agents per role; of several nodes also inter-reduce.
     shared_bytes : int
         Scratch memory of an agent.
+    nodes : tuple of int
+        Ranks of each node.
     """
 
     operator: ClassVar[str] = "moe_layer"
@@ -599,8 +750,9 @@ class MoeLayerPlan(PlanFile):
     tile: tuple[int, int, int]
     part: tuple[int, int]
     chunk_bytes: int
-    split: tuple[int, int]
+    split: tuple[int, ...]
     shared_bytes: int
+    nodes: tuple[int, ...]
 
     @property
     def layer(self) -> Layer:
@@ -618,6 +770,7 @@ class MoeLayerPlan(PlanFile):
             max_tokens=self.max_tokens,
             capacity=self.max_capacity,
             chunk_bytes=self.chunk_bytes,
+            nodes=self.nodes,
         )
 
     @property
@@ -649,7 +802,7 @@ class MoeLayerPlan(PlanFile):
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
-        movers, compute = self.split
+        movers, compute, *_ = self.split
         rows = self.capacity * (self.inner + self.n) * self.dtype.itemsize
         return "\n".join(
             (
@@ -680,6 +833,7 @@ def plan_moe_layer(
     """
     tiles = _most_tiles(layer.dispatch, rank, max(layer.inner, layer.n), chosen)
     rows, columns = chosen.part
+    nodes = layer.nodes or (layer.ranks,)
     return MoeLayerPlan(
         rank=rank,
         ranks=layer.ranks,
@@ -699,8 +853,11 @@ def plan_moe_layer(
         tile=chosen.tile,
         part=(rows, columns // 2 if pairs_columns(layer, chosen) else columns),
         chunk_bytes=layer.chunk_bytes or _CHUNK_BYTES,
-        split=expert_split(chosen, layer.ranks, tiles, options, capacity),
+        split=with_inter_reduce(
+            expert_split(chosen, layer.ranks, tiles, options, capacity), nodes, options
+        ),
         shared_bytes=shared_bytes(layer.dispatch, chosen, accumulator_dtype(layer.dtype)),
+        nodes=nodes,
     )
 
 
@@ -734,6 +891,7 @@ def plan_moe_dispatch_gemm(
         chunk_bytes=dispatch.chunk_bytes or _CHUNK_BYTES,
         split=expert_split(chosen, dispatch.ranks, tiles, options, capacity),
         shared_bytes=shared_bytes(dispatch, chosen, dispatch.out_dtype),
+        nodes=dispatch.nodes or (dispatch.ranks,),
     )
 
 

@@ -26,8 +26,6 @@ _MOVERS = 20
 _CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 16, 1 << 14
 _CHUNKS = 1024  # or more, if they are large
 _CHUNK_LINE, _CHUNK_LINES = 2048, 32  # bytes of a line of a chunk, and at most so many lines
-# Of the first word of a rank to another node.
-LETTER_BYTES = 64
 # Where data pass through slots of host memory: in a slot, before them, and of a word that tells
 # that it is free.
 SLOT_BYTES, PARCEL_BYTES, CREDIT_BYTES = 1 << 16, 64, 8
@@ -144,8 +142,10 @@ def type_defines(
 
 def parcels(lines: int, nbytes: int) -> int:
     """Return in how many slots so many lines go, of so many bytes each."""
+    if lines * nbytes == 0:
+        return 1
     width = min(nbytes, SLOT_BYTES)
-    return -(-lines // (SLOT_BYTES // width)) * -(-nbytes // width) if lines * nbytes else 0
+    return -(-lines // (SLOT_BYTES // width)) * -(-nbytes // width)
 
 
 @dataclass(frozen=True)
@@ -409,23 +409,6 @@ _MOVER_RATE, _PROCESSOR_RATE, _IN_TIME = 20e9, 6e12, 0.8
 _LEAST_MOVERS = 4
 
 
-def _hopper_movers(
-    row_counts: tuple[int, ...], n: int, k: int, options: Options, processors: int
-) -> int:
-    """Return how many blocks are to bring rows; an even number, as clusters want it.
-
-    So many as bring them while the others multiply, but no more than an eighth of all.
-    """
-    rows, itemsize = sum(row_counts), 2
-    if len(row_counts) == 1 or rows * n * k == 0:
-        return 0
-    if options.split is not None:
-        return options.split[0]
-    seconds = 2 * rows * n * k / (processors * _PROCESSOR_RATE)
-    needed = (rows - min(row_counts)) * k * itemsize / (_IN_TIME * seconds) / _MOVER_RATE
-    return min(processors // 8, max(_LEAST_MOVERS, math.ceil(needed)) + 1) // 2 * 2
-
-
 def _hopper_tile(
     rows: int, columns: int, k: int, cluster: int, movers: int, beside: bool, shared_bytes: int
 ) -> HopperTile:
@@ -448,7 +431,7 @@ def hopper_tile(
     `gathers`: rows of A come from peers, and the last tiles may be halved.
     """
     processors = min(gpu.processors, options.sm_budget or gpu.processors)
-    movers = _hopper_movers(row_counts, n, k, options, processors) if gathers else 0
+    movers = options.split[0] if gathers and options.split and len(row_counts) > 1 else 0
     beside = len(row_counts) > 1 and not movers
 
     def make(candidate: tuple[int, int, int, float], gate: int = _HOPPER_GATE) -> HopperTile:
@@ -553,12 +536,11 @@ def gpu_tile(
     return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
 
-def gpu_tiles(dtype: np.dtype, gpu: Gpu, *, gathers: bool) -> list[PortableTile | HopperTile]:
+def gpu_tiles(dtype: np.dtype, gpu: Gpu) -> list[PortableTile | HopperTile]:
     """Return the tiles that plans of several ranks choose from, where the caller does not."""
     if gpu.arch == "sm_90a" and dtype.itemsize == 2:
-        movers = _LEAST_MOVERS if gathers else 0
         return [
-            _hopper_tile(*shape, _HOPPER_GATE, cluster, movers, not movers, gpu.shared_bytes)
+            _hopper_tile(*shape, _HOPPER_GATE, cluster, 0, True, gpu.shared_bytes)
             for *shape, cluster, _ in _HOPPER_TILES
         ]
     return [portable_tile(dtype, Options(), gpu.shared_bytes)]
@@ -635,8 +617,35 @@ class PlanFile:
                 ) from None
 
 
+class NodesPlan(PlanFile):
+    """What plans have whose ranks may be on several nodes: `rank`, and the ranks of each node."""
+
+    rank: int
+    nodes: tuple[int, ...]
+
+    @property
+    def network_agents(self) -> int:
+        """Agents that serve the network."""
+        return 2 if len(self.nodes) > 1 else 0
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes, as this rank sees them."""
+        return Topology(self.rank, self.nodes)
+
+    def _between_nodes(self, receivers: list[int]) -> tuple[str, ...]:
+        """Return what leaves the node for some ranks, in words."""
+        if len(self.nodes) == 1:
+            return ()
+        ranks = f"rank{'s' * (len(receivers) > 1)} {', '.join(map(str, receivers)) or 'none'}"
+        return (
+            f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
+            f"{ranks}",
+        )
+
+
 @dataclass(frozen=True)
-class GemmPlan(PlanFile):
+class GemmPlan(NodesPlan):
     """What the plans of all operators that multiply have.
 
     Attributes
@@ -696,30 +705,13 @@ class GemmPlan(PlanFile):
         """Agents that serve the network, beside those that add."""
         return _network_agents(self.nodes, self.cluster, sum(self.split[2:]))
 
-    @property
-    def topology(self) -> Topology:
-        """The nodes, as this rank sees them."""
-        return Topology(self.rank, self.nodes)
-
-    @property
-    def _letter_bytes(self) -> int:
-        """Bytes of letters and receipts that this rank sends in one call."""
-        topology = self.topology
-        return (len(topology.gateways) + len(topology.sources)) * LETTER_BYTES
-
     def _staging_bytes(self, sent: int, received: int) -> int:
         """Bytes that slots add to what this rank sends, for so many sent and received by it."""
         return self.staged * (PARCEL_BYTES * sent + CREDIT_BYTES * received)
 
     def _between_nodes(self, receivers: list[int]) -> tuple[str, ...]:
-        """Return what leaves the node for some ranks, in words."""
-        if len(self.nodes) == 1:
-            return ()
-        ranks = f"rank{'s' * (len(receivers) > 1)} {', '.join(map(str, receivers)) or 'none'}"
-        return (
-            f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
-            f"{ranks}{', through slots of host memory' if self.staged else ''}",
-        )
+        how = ", through slots of host memory" if self.staged else ""
+        return tuple(words + how for words in super()._between_nodes(receivers))
 
     def _heading(self) -> tuple[str, str]:
         clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
@@ -797,7 +789,7 @@ class AllGatherGemmPlan(GemmPlan):
         sent = len(topology.gateways) * self._parcels(self.rank)
         received = sum(map(self._parcels, topology.sources))
         rows = len(topology.gateways) * self.row_bytes(self.rank)
-        return rows + self._letter_bytes + self._staging_bytes(sent, received)
+        return rows + topology.letter_bytes + self._staging_bytes(sent, received)
 
     def _lines(self, rank: int) -> Iterator[tuple[int, int]]:
         """Give the lines of each chunk of a rank's rows, and the bytes of one.
@@ -918,11 +910,11 @@ class GemmReduceScatterPlan(GemmPlan):
     @property
     def bytes_to_network(self) -> int:
         """Bytes that this rank sends to other nodes in one call: its node's sums, letters."""
-        sources, dtype = self.topology.sources, self.transfer_dtype
-        sent = sum(self._parcels(rank, dtype) for rank in sources)
-        received = len(self.topology.gateways) * self._parcels(self.rank, dtype)
+        topology, dtype = self.topology, self.transfer_dtype
+        sent = sum(self._parcels(rank, dtype) for rank in topology.sources)
+        received = len(topology.gateways) * self._parcels(self.rank, dtype)
         slots = self._staging_bytes(sent, received)
-        return self.sum_bytes(sources, dtype) + self._letter_bytes + slots
+        return self.sum_bytes(topology.sources, dtype) + topology.letter_bytes + slots
 
     def _parcels(self, rank: int, dtype: np.dtype) -> int:
         """Return in how many slots sums of a rank's rows leave another one."""
@@ -1110,7 +1102,8 @@ def plan_allgather_gemm(
     ranks = len(row_counts)
     nodes = nodes or (ranks,)
     capacity -= _network_agents(nodes, chosen.cluster)
-    split = choose_split(chosen, ranks, tiles, min(_MOVERS, chunks), options, capacity)
+    work = max(tiles, chunks) if chosen.moves and ranks > 1 else tiles
+    split = choose_split(chosen, ranks, work, min(_MOVERS, chunks), options, capacity)
     return AllGatherGemmPlan(
         rank=rank,
         row_counts=row_counts,
@@ -1335,6 +1328,13 @@ def plan_reduction(
         ),
         **more,
     )
+
+
+def with_inter_reduce(
+    split: tuple[int, ...], nodes: tuple[int, ...], options: Options
+) -> tuple[int, ...]:
+    """Return a split with the agents that add what leaves their node, if there is another."""
+    return split if len(nodes) == 1 else (*split, *((options.split or ())[2:] or (1,)))
 
 
 def added_parts(parts: tuple[int, ...], nodes: tuple[int, ...]) -> tuple[list[int], list[int]]:

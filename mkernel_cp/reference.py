@@ -770,11 +770,13 @@ def moe_combine(
     rank: int,
     num_experts: int,
     transfer_dtype: DTypeLike | None = None,
+    nodes: Sequence[int] | None = None,
 ) -> Expected:
     """What the experts made of one rank's tokens, weighted and added up.
 
     ``out[t] = sum_d sum_j topk_weight[t, j] * row(t, j)``: for each rank d, in rank order, the sum
     over the slots j of which d has the expert, in the order of slots. No expert at all gives 0.
+    Where there are several nodes, the sums over the ranks of each are added in their order.
 
     Parameters
     ----------
@@ -789,6 +791,9 @@ def moe_combine(
     transfer_dtype : dtype, optional
         Type in which a sum over the slots of another rank crosses the link: that of the rows
         (default), or float32 for 16-bit rows.
+    nodes : sequence of int, optional
+        Ranks of each node. Of another node, the rank that stands there for this one adds what its
+        peers have, and sends that as one sum, which is rounded again. Default: all on one.
 
     Returns
     -------
@@ -816,7 +821,10 @@ def moe_combine(
     values = [block.astype(np.float64) for block in row_blocks]
     exact = [np.zeros(block.shape) for block in row_blocks]
     transfer = _output_dtype(dtype, transfer_dtype)
-    return _combined(values, exact, dtype, topk_blocks, topk_weight, rank, num_experts, transfer)
+    sizes = tuple(nodes or (len(values),))
+    return _combined(
+        *(values, exact, dtype, topk_blocks, topk_weight, rank, num_experts, transfer, sizes)
+    )
 
 
 def _combined(
@@ -828,6 +836,7 @@ def _combined(
     rank: int,
     num_experts: int,
     transfer: np.dtype,
+    nodes: tuple[int, ...],
 ) -> Expected:
     """Return what `moe_combine` does, for rows that are known up to bounds."""
     accumulator = accumulator_dtype(dtype)
@@ -839,9 +848,24 @@ def _combined(
         for f in (unit_roundoff, lambda t: float(ml_dtypes.finfo(t).smallest_subnormal) / 2)
     )
     shape = topk_weight.shape[0], values[0].shape[1]
-    total, bound, added = np.zeros(shape, work), np.zeros(shape), np.zeros(shape[0], bool)
-    with np.errstate(all="ignore"):
-        for d in range(len(values)):
+    bound, topology = np.zeros(shape), Topology(rank, nodes)
+
+    def sent(partial: np.ndarray, some: np.ndarray) -> None:
+        if transfer != accumulator:
+            bound[some] += u[transfer] * np.abs(partial[some]) + half[transfer]
+
+    def nothing() -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(shape, work), np.zeros(shape[0], bool)
+
+    def add(to: tuple[np.ndarray, np.ndarray], partial: np.ndarray, some: np.ndarray) -> None:
+        total, added = to
+        total[some] += partial[some]
+        again = some & added
+        bound[again] += u[accumulator] * np.abs(total[again])
+        added |= some
+
+    def of_rank(d: int) -> tuple[np.ndarray, np.ndarray]:
+        with np.errstate(all="ignore"):
             routing = moe_routing(topk_blocks, d, num_experts)
             own = np.flatnonzero(routing.source_rank == rank)
             row_of = np.full(topk_weight.shape, -1)
@@ -857,12 +881,21 @@ def _combined(
                 again = at[summed[at]]
                 bound[again] += u[accumulator] * np.abs(partial[again])
                 summed[at] = True
-            if d != rank and transfer != accumulator:
-                bound[summed] += u[transfer] * np.abs(partial[summed]) + half[transfer]
-            total[summed] += partial[summed]
-            again = summed & added
-            bound[again] += u[accumulator] * np.abs(total[again])
-            added |= summed
+            return partial, summed
+
+    whole = nothing()
+    with np.errstate(all="ignore"):
+        for node, size in enumerate(nodes):
+            begin, holder, of_node = sum(nodes[:node]), topology.holder(rank, node), nothing()
+            for d in range(begin, begin + size):
+                partial, summed = of_rank(d)
+                if d != holder:
+                    sent(partial, summed)
+                add(of_node, partial, summed)
+            if holder != rank:
+                sent(*of_node)
+            add(whole, *of_node)
+        total, _ = whole
         value = total.astype(np.float64)
         bound = bound + u[dtype] * np.abs(value) + half[dtype]
     return Expected(value, np.where(np.isfinite(value), bound, 0.0), dtype)
@@ -883,6 +916,7 @@ def moe_layer(
     num_experts: int,
     activation: str | None = "swiglu",
     transfer_dtype: DTypeLike | None = None,
+    nodes: Sequence[int] | None = None,
 ) -> Expected:
     """A layer of experts: two products with an activation between, for one rank's tokens.
 
@@ -896,7 +930,7 @@ def moe_layer(
 
     Parameters
     ----------
-    x_blocks, topk_blocks, topk_weight, rank, num_experts, transfer_dtype
+    x_blocks, topk_blocks, topk_weight, rank, num_experts, transfer_dtype, nodes
         As for `moe_dispatch_gemm` and `moe_combine`.
     w1_blocks : sequence of ndarray, each (E_r, H, I)
         Every rank's first weights; (E_r, H, 2 I) for 'swiglu'.
@@ -939,7 +973,10 @@ def moe_layer(
         rows.append((value, bound))
     values, bounds = zip(*rows, strict=True)
     transfer = _output_dtype(dtype, transfer_dtype)
-    return _combined(values, bounds, dtype, topk_blocks, topk_weight, rank, num_experts, transfer)
+    sizes = tuple(nodes or (len(values),))
+    return _combined(
+        *(values, bounds, dtype, topk_blocks, topk_weight, rank, num_experts, transfer, sizes)
+    )
 
 
 def _activated(

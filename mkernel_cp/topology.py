@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+# Of the first word of a rank to another node, and of what else comes without data.
+LETTER_BYTES = 64
+
 
 class Topology:
     """The nodes, as one rank sees them.
@@ -64,6 +67,11 @@ class Topology:
     def links(self) -> list[int]:
         """The ranks that it is connected with, in either direction."""
         return sorted({*self.gateways, *self.sources})
+
+    @property
+    def letter_bytes(self) -> int:
+        """Bytes of letters and receipts that a rank sends to other nodes in one call."""
+        return (len(self.gateways) + len(self.sources)) * LETTER_BYTES
 
     def by_rank(self, of_node: Sequence[Any]) -> list[Any]:
         """Return what the ranks of this node have, in a list over all ranks; None for others."""

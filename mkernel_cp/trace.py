@@ -45,6 +45,7 @@ _AWAITED = {
     Awaited.SENT: "command {index} to be sent",
     Awaited.NETWORK: "chunk {index} of rank {peer} over the network",
     Awaited.RECEIPT: "receipt of rank {index}",
+    Awaited.CREDIT: "rank {peer} to need unit {index} no more",
     Awaited.SLOT: "slot at rank {index}",
 }
 

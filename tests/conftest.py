@@ -62,7 +62,8 @@ def pytest_collection_modifyitems(config, items):
     else:
         size = worlds.gpu_world.Get_size()
         here = [item for item in items if _world_of(item) == size]
-    config.hook.pytest_deselected(items=[item for item in items if item not in here])
+    kept = set(here)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = here
     if worlds.gpu_world is not None or worlds.on_one_gpu:
         config.expected = {item.nodeid for item in here}

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def mpirun(
     n: int,
     *args: str | Path,
-    timeout: float = 120,
+    timeout: float = 240,
     env: Mapping[str, str] | None = None,
     flags: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:

@@ -61,9 +61,18 @@ LAYER = tuple(
     )
 )
 NETWORK = ("test_channel.py", "test_network.py")
-NODE_RACES = ("test_thread_sanitizer.py::test_ranks_as_threads_do_not_race[node_threads.py]",)
+NODE_RACES, EXPERT_RACES = (
+    (f"{SANITIZED[0]}::test_ranks_as_threads_do_not_race[{program}_threads.py]",)
+    for program in ("node", "expert")
+)
 NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 STAGED = ("test_staging.py::test_calls_and_replays_with_late_ranks_and_roles",)
+NODE_WINDOW = ("test_node_window.py::test_back_to_back_calls_with_late_ranks_and_roles",)
+NODE_EXPERTS = ("test_node_experts.py::test_dispatch_back_to_back_with_late_ranks_and_roles",)
+NODE_COMBINE = ("test_node_experts.py::test_combine_back_to_back_with_late_ranks_and_roles",)
+NODE_EXPERT_ORDER = (
+    "test_node_experts.py::test_sums_are_in_the_order_of_ranks_in_a_node_and_then_of_nodes",
+)
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
@@ -79,7 +88,7 @@ COPIED = (
 )
 RAISED = (
     "        if (parcel.last) "
-    "launch_.template raise<Scope::system>(&network_.arrived[parcel.chunk], 1, copied);\n"
+    "launch_.template raise<Scope::device>(&network_.arrived[parcel.chunk], 1, copied);\n"
 )
 CREDITED = (
     "        post(link.rank, arrival(link.number_there) + slots, 0, sizeof(Parcel), sizeof(u64), "
@@ -104,12 +113,12 @@ WAIT_FOR_PARTIALS = (
 MUTANTS = {
     "gate wait": Mutant(
         H + "landing.cuh",
-        "const bool here = launch_.all_seen(who, all.count(), 1, all);",
+        "const bool here = launch_.all_there(who, all.count(), 1, all);",
         "const bool here = true;",
     ),
     "gate wait, sanitized": Mutant(
         H + "landing.cuh",
-        "const bool here = launch_.all_seen(who, all.count(), 1, all);",
+        "const bool here = launch_.all_there(who, all.count(), 1, all);",
         "const bool here = true;",
         SANITIZED,
     ),
@@ -130,8 +139,8 @@ MUTANTS = {
     ),
     "signals of an earlier call": Mutant(
         H + "signal.cuh",
-        "return load_ahead(signal) >= target(progress);",
-        "return load_ahead(signal) > 0;",
+        "all = load_acquire(signal_of(i)) >= goal && all;",
+        "all = load_acquire(signal_of(i)) > 0 && all;",
     ),
     "chunks that nobody brings": Mutant(
         H + "landing.cuh",
@@ -327,12 +336,12 @@ MUTANTS = {
     ),
     "attention: slot freed too early": Mutant(
         H + "attention.cuh",
-        "u64(unit.index) - plan_.slots + 1,",
-        "u64(unit.index) - plan_.slots,",
+        "agents_, unit + 1,",
+        "agents_, unit,",
         ATTENTION,
     ),
     "attention: slot freed by one for all": Mutant(
-        H + "attention.cuh", "agent < agents_; agent +=", "agent < 1; agent +=", ATTENTION
+        H + "attention.cuh", "agents_, unit + 1,", "1, unit + 1,", ATTENTION
     ),
     "attention: unit left too early": Mutant(
         H + "attention.cuh", "u64(unit.index) + 1, Comp", "u64(unit.index) + 2, Comp", ATTENTION
@@ -380,7 +389,7 @@ MUTANTS = {
         H + "experts.cuh",
         "if (source != launch_.rank() && !await_tokens(",
         "if (!launch_.live() && !await_tokens(",
-        SANITIZED,
+        EXPERT_RACES,
     ),
     "experts: chunks of all movers": Mutant(
         H + "experts.cuh", "movers = i64(launch_.readers());", "movers = 1;", EXPERTS
@@ -398,22 +407,29 @@ MUTANTS = {
         H + "experts.cuh", "if (!await_others(1)) return;", "", EXPERTS
     ),
     "experts: wait for the others' lists": Mutant(
-        H + "experts.cuh", "if (first) await_others(2);", "", EXPERTS
+        H + "experts.cuh", "if (first) await_sorted();", "", EXPERTS
     ),
     "experts: call before the tables are there": Mutant(
         "moe_dispatch_gemm.cu",
-        "        routing.sort(p.choice, p.tokens, scratch, p.origins.expert_offsets);\n"
-        "        if (self.member() == 0) {\n            self.announce(p.message);",
-        "        if (self.member() == 0) self.announce(p.message);\n"
-        "        routing.sort(p.choice, p.tokens, scratch, p.origins.expert_offsets);\n"
-        "        if (self.member() == 0) {",
+        "    Routing(launch, plan.routing).sort(",
+        "    if (launch.agent().index() == 0) launch.announce(p.message);\n"
+        "    Routing(launch, plan.routing).sort(",
         EXPERTS,
     ),
     "experts: tables of peers that have not called": Mutant(
-        "moe_dispatch_gemm.cu", "if (!self.await_call(peer, plan.digest)) break;", "", EXPERTS
+        H + "experts.cuh",
+        "if (!launch_.await_call(peer, digest) || !shown_.await(peer, Crossing::heads)) return;",
+        "(void)peer, (void)digest;",
+        EXPERTS,
     ),
     "experts: parts that overlap": Mutant(
         H + "experts.cuh", "desk.next[expert] = before;", "desk.next[expert] = {0, 0};", EXPERTS
+    ),
+    "experts: counts of the first agents only": Mutant(
+        H + "experts.cuh",
+        "begin < members; begin += batch",
+        "begin < batch; begin += batch",
+        ("test_moe_dispatch_gemm.py::test_same_bits_over_repeats_and_splits",),
     ),
     "experts: rows that are sorted before": Mutant(
         H + "experts.cuh",
@@ -488,21 +504,21 @@ MUTANTS = {
     ),
     "combination: sums of an earlier call": Mutant(
         H + "combine.cuh",
-        "[token] >= launch_.target(0);",
-        "[token] > 0;",
+        "return *sent_by(peer, owner, token) >= launch_.target(0);",
+        "return *sent_by(peer, owner, token) > 0;",
         COMBINED,
     ),
     "combination: weights before the peer's call": Mutant(
         "moe_combine.cu",
-        "if (!launch.await_call(peer, plan.digest)) break;",
-        "if (!launch.live()) break;",
+        "if (!launch.await_call(peer, plan.digest) || !shown.await(peer, Crossing::heads)) break;",
+        "if (!launch.live() || peer > launch.size()) break;",
         COMBINED_IN_TURNS,
     ),
     "combination: order of ranks": Mutant(
         H + "combine.cuh",
-        "for (u64 source = 0; source < launch_.size(); ++source) {",
-        "for (u64 turn = 0; turn < launch_.size(); ++turn) {\n"
-        "            const u64 source = (rank + turn) % launch_.size();",
+        "for (u64 peer = node.begin; peer < node.begin + node.size; ++peer) {",
+        "for (u64 turn = 0; turn < node.size; ++turn) {\n"
+        "            const u64 peer = (launch_.rank() + turn) % node.size;",
         COMBINED,
     ),
     "combination: sums in the rows' type": Mutant(
@@ -519,8 +535,8 @@ MUTANTS = {
     ),
     "combination: readers of the sums": Mutant(
         "moe_combine.cu",
-        "launch.have_read(peer, launch.agent().count());",
-        "launch.have_read(peer, 1);",
+        "launch.have_read(launch.neighbour(i), launch.agent().count());",
+        "launch.have_read(launch.neighbour(i), 1);",
         COMBINED_IN_TURNS,
     ),
     "layer: wait for what is between the products": Mutant(
@@ -533,7 +549,7 @@ MUTANTS = {
         H + "activation.cuh",
         "return launch_.wait(who, &plan_.finished[number]",
         "return launch_.live() || launch_.wait(who, &plan_.finished[number]",
-        SANITIZED,
+        EXPERT_RACES,
     ),
     "layer: parts of two experts with one signal": Mutant(
         H + "activation.cuh", "/ plan_.part_rows + i64(expert);", "/ plan_.part_rows;", LAYER
@@ -546,8 +562,8 @@ MUTANTS = {
     ),
     "layer: inputs that are free too early": Mutant(
         "moe_layer.cu",
-        "launch.have_read(peer, launch.agent().count());",
-        "launch.have_read(peer, 1);",
+        "launch.have_read(launch.neighbour(i), launch.agent().count());",
+        "launch.have_read(launch.neighbour(i), 1);",
         LAYER,
     ),
     "combination: packs that do not fit": Mutant(
@@ -750,6 +766,108 @@ MUTANTS = {
         "bytes_of<Partial>(part), added);\n        }",
         NODES,
     ),
+    "node window: sent before the call": Mutant(
+        H + "node_window.cuh",
+        "for (u64 i = 0; i < network_.gateway_count; ++i) "
+        "launch_.await_call(network_.gateways[i], message.digest);",
+        "",
+        NODE_WINDOW,
+    ),
+    "node window: sent before there is room": Mutant(
+        H + "node_window.cuh",
+        "launch_.wait(launch_.agent(), signal, 1, {Awaited::credit, network_.gateways[other], "
+        "before});",
+        "(void)signal;",
+        NODE_WINDOW,
+    ),
+    "node window: room while this rank reads": Mutant(
+        H + "node_window.cuh", "window_.await_left(unit);", "", NODE_WINDOW
+    ),
+    "node window: room while node peers read": Mutant(
+        H + "node_window.cuh",
+        "launch_.wait(launch_.agent(), freed(launch_.rank(), peer), unit + 1, {Awaited::credit, "
+        "peer, unit});",
+        "(void)peer;",
+        NODE_WINDOW,
+    ),
+    "node window: gate of the network": Mutant(
+        H + "node_window.cuh",
+        "if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, run.source, index})) "
+        "return false;",
+        "(void)arrived;",
+        NODE_WINDOW,
+    ),
+    "node window: chunks that the gateway has": Mutant(
+        H + "node_window.cuh",
+        "if (!launch_.wait(launch_.agent(), heard(launch_.rank(), index), 1, {Awaited::network, "
+        "run.source, index}))\n            return {nullptr, 0};",
+        "",
+        NODE_WINDOW,
+    ),
+    "node experts: sent before the call": Mutant(
+        H + "node_experts.cuh",
+        "if (launch_.await_call(network_.gateways[i], message.digest))\n                "
+        "mirrors_.send(i, Crossing::heads, routing_.summary,",
+        "mirrors_.send(i, Crossing::heads, routing_.summary,",
+        NODE_EXPERTS,
+    ),
+    "node experts: listed before they are sorted": Mutant(
+        H + "node_experts.cuh",
+        "if (routing.await_sorted())",
+        "",
+        NODE_EXPERTS,
+    ),
+    "node experts: agreed by what has not come": Mutant(
+        H + "experts.cuh",
+        "|| !shown_.await(peer, Crossing::heads)) return;",
+        ") return;",
+        NODE_EXPERTS,
+    ),
+    "node experts: lists that have not come": Mutant(
+        H + "experts.cuh", "|| !shown_.await(source, Crossing::list)", "", NODE_EXPERTS
+    ),
+    "node experts: tokens that the gateway has not": Mutant(
+        H + "experts.cuh",
+        "if (several_nodes && !shown_.in_node(source) && !await_at_gateway(source, list, "
+        "landing.size())) return;",
+        "",
+        NODE_EXPERTS,
+    ),
+    "node experts: gate of the network": Mutant(
+        H + "node_experts.cuh",
+        "if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, source, number})) "
+        "return;",
+        "(void)arrived;",
+        NODE_EXPERTS,
+    ),
+    "node experts: a token that two ranks want": Mutant(
+        H + "node_experts.cuh",
+        "if (id >= plan_.first_expert[node] && id < least) least = id;",
+        "if (id >= plan_.first_expert[node]) least = id;",
+        NODE_EXPERTS,
+    ),
+    "node experts: weights that have not come": Mutant(
+        "moe_combine.cu", "|| !shown.await(peer, Crossing::heads)) break;", ") break;", NODE_COMBINE
+    ),
+    "node experts: sums that peers have not formed": Mutant(
+        H + "combine.cuh",
+        "[&](u64 i) { return &summed_at(launch_.rank(), source, launch_.neighbour(1 + i))[chunk]; "
+        "},",
+        "[&](u64) { return plan_.computed; },",
+        NODE_COMBINE,
+    ),
+    "node experts: sums that other nodes have not sent": Mutant(
+        H + "combine.cuh",
+        "if (several_nodes) fine = fine && await_other_nodes(chunk);",
+        "",
+        NODE_COMBINE,
+    ),
+    "node experts: order of nodes": Mutant(
+        H + "combine.cuh",
+        "for (u64 node = 0; node <= network.gateway_count; ++node) {",
+        "for (u64 node = network.gateway_count; node < ~u64(0); --node) {",
+        NODE_EXPERT_ORDER,
+    ),
     "attention on GPUs: wait for a panel": Mutant(
         H + "engine/attention_portable.cuh",
         "wait_copies<stages - 2>",
@@ -800,8 +918,9 @@ MUTANTS = {
 for name, (file, old, new) in {
     "hopper: stage loaded too early": (
         "hopper.cuh",
-        "ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);",
-        "",
+        "ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);\n"
+        "                    ptx::arrive_expect(",
+        "ptx::arrive_expect(",
     ),
     "hopper: stage given back too early": (
         "hopper.cuh",
@@ -942,7 +1061,7 @@ def judge(name: str, folder: Path, cache: str) -> tuple[bool, str]:
     output = result.stdout + result.stderr
     died = "CompileError" in output or "ConfigurationError" in output
     # A sanitizer's word, not just a slow machine's.
-    proof = "data race" if tests in (SANITIZED, NODE_RACES) else ""
+    proof = "data race" if tests[0].startswith(SANITIZED) else ""
     caught = result.returncode != 0 and not died and proof in output
     first = next((line for line in output.splitlines() if line.startswith("FAILED")), "")
     first = first or ("the process died" if result.returncode else "")

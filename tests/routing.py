@@ -131,7 +131,7 @@ def rows_of(case, seed, tokens=None):
 
 
 @functools.lru_cache(maxsize=256)
-def expected_sum(case, seed, rank, transfer_dtype=None, tokens=None):
+def expected_sum(case, seed, rank, transfer_dtype=None, tokens=None, nodes=None):
     """The reference of one rank."""
     return reference.moe_combine(
         rows_of(case, seed, tokens),
@@ -140,6 +140,7 @@ def expected_sum(case, seed, rank, transfer_dtype=None, tokens=None):
         rank,
         case.experts,
         transfer_dtype,
+        nodes,
     )
 
 
@@ -158,7 +159,7 @@ def layer_weights_of(case):
 
 
 @functools.lru_cache(maxsize=256)
-def expected_layer(case, seed, rank, transfer_dtype=None, tokens=None):
+def expected_layer(case, seed, rank, transfer_dtype=None, tokens=None, nodes=None):
     """The reference of one rank."""
     return reference.moe_layer(
         tokens_of(case, seed, tokens),
@@ -169,4 +170,5 @@ def expected_layer(case, seed, rank, transfer_dtype=None, tokens=None):
         case.experts,
         case.activation,
         transfer_dtype,
+        nodes,
     )

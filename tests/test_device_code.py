@@ -135,7 +135,8 @@ def test_compiles_with_the_hopper_engine(name, types, cluster):
     cubin, log = compile_kernel(name, "sm_90a", hopper(types, cluster))
     found = complaint(cubin, log, name)
     assert found is None, found
-    assert name != "allgather_gemm" or "0 bytes spill stores, 0 bytes spill loads" in log, log
+    stack = int(re.search(r"(\d+) bytes stack frame", log)[1])
+    assert name != "allgather_gemm" or stack <= 16, log  # a verdict or two, between tiles
 
 
 def experts(dtype, other, activation="none"):
@@ -152,6 +153,14 @@ EXPERTS = [
     ("moe_layer", "sm_90a", {}),
     ("moe_layer", "sm_90a", hopper(("bfloat16", "bfloat16"), 1)),
 ]
+
+
+def test_compiles_for_several_nodes():
+    """What serves the network takes no registers from what multiplies; it lacks some itself."""
+    macros = MACROS["double-double"] | {"MK_NODES": 1}
+    cubin, log = compile_kernel("allgather_gemm", "sm_90a", macros)
+    found = complaint(cubin, log, "allgather_gemm", limit=128)
+    assert found is None, found
 
 
 @pytest.mark.parametrize(("name", "architecture", "macros"), EXPERTS)

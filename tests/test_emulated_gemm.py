@@ -176,22 +176,21 @@ def test_what_does_not_arrive_leaves_nan(operator, engine):
     ("engine", "operator"), [("hopper", "allgather_gemm"), ("portable", "gemm_allreduce")]
 )
 def test_between_nodes_through_host_memory(on, engine, operator, monkeypatch):
-    """As on GPUs that network cards do not reach; a rank is a gateway of two."""
-    monkeypatch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: 12)
+    """As on GPUs that network cards do not reach."""
+    monkeypatch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: 11)
     monkeypatch.setattr(HostTarget, "reached_by_cards", False)
     monkeypatch.setattr(plans, "SLOT_BYTES", 4096)
     monkeypatch.setattr(staging, "SLOTS", 2)
-    rows = gathered("rows", (70, 33, 20), 72, (45, 130, 9))
+    rows = gathered("rows", (70, 33), 72, (45, 9))
     half = "bfloat16"
-    terms = ReductionCase("sums", (31, 31, 31), 140, (30, 9, 70), half, half, transfer_dtype=half)
+    terms = ReductionCase("sums", (31, 31), 140, (30, 9), half, half, transfer_dtype=half)
 
     def program(comm):
-        for seed in (1, 2):
-            if operator == "allgather_gemm":
-                out, right = gather.call(comm, rows, seed), worlds.expected(rows, seed, comm.rank)
-            else:
-                out, right = sums.call_case(operator, comm, terms, seed)
-            right.assert_close(out)
+        if operator == "allgather_gemm":
+            out, right = gather.call(comm, rows, 1), worlds.expected(rows, 1, comm.rank)
+        else:
+            out, right = sums.call_case(operator, comm, terms, 1)
+        right.assert_close(out)
 
     on(engine)
-    worlds.run(3, program, nodes=(2, 1))
+    worlds.run(2, program, nodes=2)

@@ -185,7 +185,7 @@ def test_same_bits_over_repeats_and_splits(dtype):
     case = ExpertCase("bits", (20, 0, 31), 24, 17, 7, 3, dtype)
 
     def program(comm):
-        splits = [None, (1, 1), (3, 1), (1, 3), *([] if comm.machine.gpu else [(2, 5), (0, 2)])]
+        splits = [None, (1, 1), (3, 1), (1, 3), *([] if comm.machine.gpu else [(2, 8), (0, 2)])]
         found = set()
         for option in [split and mk.Options(split, chunk_bytes=100) for split in splits]:
             for _ in range(2):

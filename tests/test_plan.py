@@ -467,26 +467,24 @@ def test_tiles_that_can_be_halved_are_chosen_for_a_last_wave_that_is_half_empty(
     assert plans.hopper_tile(*shape, gathers=False).tile[:2] == (128, 192)
 
 
-@pytest.mark.parametrize(
-    ("m", "k", "n", "movers"),
-    [
-        (4096, 4096, 1024, 16),  # all that may be: it takes longer to bring than to multiply
-        (16384, 16384, 4096, 10),
-        (32768, 32768, 8192, 6),
-        (512, 8192, 7168, 6),  # less would do, if all were there at once
-        (4096, 4096, 0, 0),
-        (4096, 0, 1024, 0),
-        (0, 4096, 1024, 0),
-    ],
-)
-def test_movers_of_hopper_bring_rows_while_others_multiply(m, k, n, movers):
-    def tile(counts, **options):
-        return plans.hopper_tile(counts, n, mk.Options(**options), H100, k, gathers=True)
+def test_blocks_of_hopper_bring_rows_beside_the_tiles_unless_a_split_says_otherwise():
+    def tile(ranks, **options):
+        counts = (4096 // ranks,) * ranks
+        return plans.hopper_tile(counts, 1024, mk.Options(**options), H100, 4096, gathers=True)
 
-    assert tile((m // 4,) * 4).movers == movers
-    assert tile((m,)).movers == 0
-    assert tile((m // 4,) * 4, sm_budget=16).movers <= 2
-    assert tile((m // 4,) * 4, sm_budget=7).movers == 0  # a warp of each block moves
+    assert (tile(4).movers, tile(1).movers) == (0, 0)
+    assert tile(4, split=(6, None)).movers == 6
+    assert (
+        tile(4).courier_bytes > 0 == tile(4, split=(6, None)).courier_bytes == tile(1).courier_bytes
+    )
+
+
+def test_few_tiles_have_as_many_blocks_as_bring_their_rows():
+    counts, dtype = (1024,) * 4, np.dtype(np.float16)
+    plan = plans.plan_allgather_gemm(
+        *(0, counts, 8, 4096, dtype, dtype, False, mk.Options()), gpu=H100, capacity=132
+    )
+    assert plan.split == (0, 132)
 
 
 def test_a_small_budget_of_multiprocessors_gets_other_tiles_of_hopper():

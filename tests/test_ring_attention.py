@@ -790,7 +790,8 @@ def test_a_trace_tells_of_chunks_and_tiles(tmp_path):
         copied = [
             args["chunk"] for kind, args in spans if kind == "copy" and args["source"] == rank
         ]
-        assert sorted(copied) == list(range(8))  # keys and values of four units
+        # Keys and values of four units, numbered over both ranks.
+        assert sorted(copied) == [4 * i + 2 * rank + part for i in range(4) for part in (0, 1)]
         rows = [args for kind, args in spans if kind == "compute" and args["source"] == rank]
         assert sorted(args["columns"][0] for args in rows) == [0, 0, 1, 1, 2, 2, 3, 3]  # heads
 

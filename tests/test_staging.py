@@ -29,7 +29,7 @@ def staged(monkeypatch):
         (2, (1, 1), "gemm_reduce_scatter", "efa"),
         (2, (1, 1), "gemm_allreduce", "verbs"),
         (3, (1, 1, 1), "allgather_gemm", "verbs"),
-        (3, (2, 1), "gemm_reduce_scatter", "verbs"),
+        (2, (1, 1), "allgather_gemm", "verbs"),
         (4, (1, 2, 1), "allgather_gemm", "efa"),
         (4, (1, 1, 1, 1), "gemm_reduce_scatter", "efa"),
         (4, (2, 1, 1), "gemm_allreduce", "verbs"),
@@ -109,7 +109,7 @@ def test_cards_write_sums_as_the_plan_says(operator):
 def test_a_line_may_be_longer_than_a_slot(monkeypatch):
     monkeypatch.setattr(plan, "SLOT_BYTES", 128)
     assert [plan.parcels(*of) for of in ((0, 5), (5, 0), (3, 128), (4, 40), (2, 300))] == [
-        *(0, 0, 3, 2, 6)
+        *(1, 1, 3, 2, 6)
     ]
 
 
@@ -125,3 +125,13 @@ def test_a_network_that_fails_is_an_error_on_all_ranks(operator, fault, monkeypa
 
     results = outcomes(3, program, nodes=(2, 1))
     all_are(results, mk.NetworkError, "network card soft", "in an exchange with rank")
+
+
+def test_a_rank_that_takes_nothing_out_ends_in_the_deadline():
+    def program(comm):
+        late = 3_000_000_000 if comm.rank else 0  # at the most; the seed says how much
+        worlds.chaos(comm, seed=5, delay_ns=(0,) * 6 + (late,))
+        mk.allgather_gemm(A, B, comm=comm)
+
+    results = outcomes(2, program, nodes=2, progress_timeout=0.1)
+    all_are(results, mk.TimeoutError, "s in allgather_gemm(", "progress_timeout=")

@@ -210,6 +210,7 @@ class RingAttentionBench:
             S, B, Hq, Hkv, D.
         """
         comm, clock = self._comm, self._clock
+        comm.refuse_nodes("the bench of ring_attention")
         positions = shape[0]
         if positions % (2 * comm.size):
             raise CommandError(f"S={positions}: use a multiple of {2 * comm.size}, twice the ranks")

@@ -75,7 +75,7 @@ def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
             plan.type_defines(dtype, out_dtype, dtype if sums else None, tf32=tf32), tile, dtype
         )
         for dtype, out_dtype, tf32 in kinds
-        for tile in plan.gpu_tiles(dtype, gpu, gathers=not sums)
+        for tile in plan.gpu_tiles(dtype, gpu)
     ]
 
 

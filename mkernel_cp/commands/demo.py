@@ -22,6 +22,7 @@ from ..operators.moe_combine import MoeCombine
 from ..operators.moe_dispatch_gemm import MoeDispatchGemm
 from ..operators.moe_layer import MoeLayer
 from ..operators.ring_attention import RingAttention
+from ..topology import Topology
 from .job import CommandError
 
 _WARM_CALLS = 5
@@ -206,7 +207,7 @@ def _ring_attention(comm: Communicator, case: _AttentionCase) -> _Measured:
     with RingAttention(
         q, k, v, comm=comm, seq_counts=case.row_counts, return_lse=True, **asked
     ) as step:
-        planned = step.plan.bytes_from_peers
+        planned = _planned(comm, step.plan)
         measured = _time(comm, expected, lambda out: step(q, k, v, out=(out, lse)), planned)
     error = expected_lse.check(comm.machine.asnumpy(lse))
     return replace(measured, error=max(error, measured.error))
@@ -247,13 +248,15 @@ def _expert_cases(size: int, *activations: str | None) -> Iterator[_ExpertCase]:
 class _Experts:
     """The operands of all ranks, and what of them crosses links."""
 
-    def __init__(self, case: _ExpertCase, size: int):
+    def __init__(self, case: _ExpertCase, nodes: tuple[int, ...]):
+        size = sum(nodes)
         random = np.random.default_rng(0)
         chances = 1 / np.arange(1, case.experts + 1) if case.zipf else np.ones(case.experts)
         chances /= chances.sum()
         accumulator = reference.accumulator_dtype(case.dtype)
         halves = 2 if case.activation == "swiglu" else 1
         self._owner = np.repeat(np.arange(size), reference.array_split_counts(case.experts, size))
+        self._nodes = nodes
         self.x = [random.standard_normal((n, case.h)).astype(case.dtype) for n in case.row_counts]
         self.ids = [
             np.array([random.choice(case.experts, case.slots, False, chances) for _ in range(n)])
@@ -276,17 +279,22 @@ class _Experts:
         return [comm.asarray(x) if name == "x" else x for name, x in zip(names, own, strict=True)]
 
     def tokens_to(self, rank: int) -> int:
-        """Return how many tokens of peers the experts of a rank want."""
-        peers = (ids for source, ids in enumerate(self.ids) if source != rank)
+        """Return how many tokens the experts of a rank bring from ranks of its node."""
+        holders = Topology(rank, self._nodes).holders
+        peers = (ids for holder, ids in zip(holders, self.ids, strict=True) if holder != rank)
         return sum(int((self._owner[ids] == rank).any(axis=1).sum()) for ids in peers)
 
     def sums_to(self, rank: int) -> int:
-        """Return how many sums for its tokens a rank gets from peers."""
-        return sum(len(set(self._owner[row].tolist()) - {rank}) for row in self.ids[rank])
+        """Return how many sums a rank gets from peers: for its tokens, and those it stands for."""
+        topology = Topology(rank, self._nodes)
+        peers = set(topology.peers) - {rank}
+        owners = (rank, *topology.sources)
+        rows = (row for owner in owners for row in self._owner[self.ids[owner]].tolist())
+        return sum(len(set(row) & peers) for row in rows)
 
 
 def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
-    data, rank, machine = _Experts(case, comm.size), comm.rank, comm.machine
+    data, rank, machine = _Experts(case, comm.topology.sizes), comm.rank, comm.machine
     expected, routing = reference.moe_dispatch_gemm(
         data.x, data.ids, data.w1[rank], rank, case.experts
     )
@@ -303,35 +311,49 @@ def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
             machine.copy(out, rows[:count])
 
         planned = data.tokens_to(rank) * case.h * expected.dtype.itemsize
+        if _counts(comm):
+            planned += step.plan.dispatch.bytes_to_network(rank, data.ids[rank])
         measured = _time(comm, expected, call, planned)
     return replace(measured, error=math.inf if any(wrong) else measured.error)
 
 
 def _moe_combine(comm: Communicator, case: _ExpertCase) -> _Measured:
-    data, rank = _Experts(case, comm.size), comm.rank
+    data, rank = _Experts(case, comm.topology.sizes), comm.rank
     own = data.of(comm, "x", "ids", "w1")
     with MoeDispatchGemm(*own, comm=comm, num_experts=case.experts) as dispatch:
         rows, layout = dispatch(*own)
     rows, (weights,) = layout.trim(rows), data.of(comm, "weights")
     found = np.array(comm.machine.asnumpy(rows))
     blocks = comm.agree("the rows of the demo", lambda: found)
-    expected = reference.moe_combine(blocks, data.ids, data.weights[rank], rank, case.experts)
+    nodes = comm.topology.sizes
+    expected = reference.moe_combine(
+        blocks, data.ids, data.weights[rank], rank, case.experts, nodes=nodes
+    )
     with MoeCombine(rows, weights, layout, comm=comm) as step:
         planned = data.sums_to(rank) * case.inner * expected.dtype.itemsize
+        if _counts(comm):
+            agreed = step.plan.combine
+            planned += agreed.sums_to_network(rank, data.ids, case.experts)
+            planned += agreed.weights_to_network(rank, len(weights))
         return _time(comm, expected, lambda out: step(rows, weights, layout, out=out), planned)
 
 
 def _moe_layer(comm: Communicator, case: _ExpertCase) -> _Measured:
-    data, rank = _Experts(case, comm.size), comm.rank
+    data, rank = _Experts(case, comm.topology.sizes), comm.rank
     expected = reference.moe_layer(
         *(data.x, data.ids, data.weights[rank], data.w1, data.w2),
         *(rank, case.experts, case.activation),
+        nodes=comm.topology.sizes,
     )
     own = data.of(comm, "x", "ids", "weights", "w1", "w2")
     asked = {"num_experts": case.experts, "activation": case.activation}
     with MoeLayer(*own, comm=comm, **asked) as step:
         columns = data.tokens_to(rank) * case.h + data.sums_to(rank) * case.n
         planned = columns * expected.dtype.itemsize
+        if _counts(comm):
+            agreed = step.plan.layer
+            planned += agreed.dispatch.bytes_to_network(rank, data.ids[rank])
+            planned += agreed.combine.sums_to_network(rank, data.ids, case.experts)
         return _time(comm, expected, lambda out: step(*own, out=out), planned)
 
 
@@ -345,9 +367,7 @@ def _measure(
 ) -> _Measured:
     a, b = (comm.machine.asarray(x, None) for x in (a, b))
     with kind(a, b, comm=comm, dtype=expected.dtype, **asked) as step:
-        plan = step.plan
-        planned = plan.bytes_from_peers + (plan.bytes_to_network if _counts(comm) else 0)
-        return _time(comm, expected, lambda out: step(a, b, out=out), planned)
+        return _time(comm, expected, lambda out: step(a, b, out=out), _planned(comm, step.plan))
 
 
 def _time(
@@ -380,6 +400,11 @@ def _moved(comm: Communicator) -> int:
     return comm.bytes_from_peers + (comm.network.counters()[0] if _counts(comm) else 0)
 
 
+def _planned(comm: Communicator, plan: Any) -> int:
+    """Return the bytes that `_moved` is to count in one call."""
+    return plan.bytes_from_peers + (plan.bytes_to_network if _counts(comm) else 0)
+
+
 def _counts(comm: Communicator) -> bool:
     """Return whether there are network cards between nodes that count."""
     return comm.network is not None and comm.network.software
@@ -392,24 +417,19 @@ class _Operator:
     name: str
     cases: Callable[[int], Iterator[Any]]
     run: Callable[[Communicator, Any], _Measured]
-    across_nodes: bool = False
-
-    def runs_on(self, comm: Communicator) -> bool:
-        """Return whether it works for these ranks."""
-        return self.across_nodes or comm.num_nodes == 1
 
     def cases_for(self, comm: Communicator) -> Iterator[Any]:
         """Yield the cases for these ranks; between nodes two types stand for all."""
-        for case in self.cases(comm.size) if self.runs_on(comm) else ():
+        for case in self.cases(comm.size):
             if comm.num_nodes == 1 or case.dtype in ("bfloat16", "float32"):
                 yield case
 
 
 _NOTHING = (None,) * 4
 _OPERATORS = (
-    _Operator("allgather_gemm", _gemm_cases, _allgather_gemm, across_nodes=True),
-    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter, across_nodes=True),
-    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce, across_nodes=True),
+    _Operator("allgather_gemm", _gemm_cases, _allgather_gemm),
+    _Operator("gemm_reduce_scatter", _sum_cases, _gemm_reduce_scatter),
+    _Operator("gemm_allreduce", _sum_cases, _gemm_allreduce),
     _Operator("ring_attention", _attention_cases, _ring_attention),
     _Operator("moe_dispatch_gemm", lambda n: _expert_cases(n, *_NOTHING), _moe_dispatch_gemm),
     _Operator("moe_combine", lambda n: _expert_cases(n, *_NOTHING), _moe_combine),

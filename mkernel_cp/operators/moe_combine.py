@@ -11,8 +11,9 @@ from ..kernel import Kernel
 from ..memory import Location
 from ..moe_plan import Combine, MoeCombinePlan, offsets_of, plan_moe_combine
 from ..reference import accumulator_dtype
+from ..transport.network import check_chunks
 from . import operands
-from .moe_dispatch_gemm import DispatchLayout, element_steps, gpu_capacity
+from .moe_dispatch_gemm import DispatchLayout, element_steps, gpu_capacity, mirror_plan
 
 
 def moe_combine(
@@ -57,7 +58,8 @@ def moe_combine(
     (T_r, N) array
         `out`, or a new array of the dtype of `rows`. Sums are in float32 (float64 for float64): for
         each rank over its rows of a token in the order of slots, then over the ranks in their
-        order. So equal inputs give equal bits. A token without experts gives 0.
+        order; between nodes, so in each node, and then over the nodes. So equal inputs give equal
+        bits. A token without experts gives 0.
 
     Raises
     ------
@@ -133,7 +135,11 @@ class MoeCombine:
         self._spec, self._comm, self._what = spec, comm, str(spec.asked)
         asked = spec.asked
         types = {"MK_TYPE": asked.dtype, "MK_TRANSFER_TYPE": asked.transfer_dtype}
-        words = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
+        words: dict[str, Any] = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
+        if asked.several_nodes:
+            comm.refuse_staging("moe_combine")
+            words["MK_NODES"] = 1
+            check_chunks(sums_chunks(asked, asked.ranks)[1], "sums", "Options(chunk_bytes=)")
         source = str(compiler.kernel_source("moe_combine"))
         kernel = Kernel(source, "moe_combine", tuple(compiler.macros(words).items()))
         comm.agreement(self._what, asked.need, lambda: comm.load(kernel) and None)
@@ -150,11 +156,16 @@ class MoeCombine:
         data = arena.data_offset_for(arena.signals)
         at = offsets_of(asked.arena_sizes())
         self._stage = Location(arena.number, data + at["weights"])
+        self._writes = comm.machine.constant(np.ones(sums_chunks(asked, asked.ranks)[1], np.uint64))
         constants = structures.MoeCombinePlan(
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
             experts=self._spec.experts,
-            combine=combine_plan(asked, plan.split[1], arena, comm, at, 0),
+            combine=combine_plan(
+                *(asked, plan.split[1], arena, comm, at, 0),
+                mirror_plan(asked, arena),
+                *(asked.ranks, self._writes),
+            ),
         )
         self._constants = comm.machine.constant(constants)
         self._params = structures.MoeCombineParams(
@@ -197,7 +208,7 @@ class MoeCombine:
                 shape, dtype = result.shadow.shape, result.shadow.dtype
                 target = operands.Operand("out", machine.empty(shape, dtype), machine)
             request, used = self._request(own, layout, target)
-            machine.hold(self._constants, used, result)
+            machine.hold(self._constants, self._writes, used, result)
             try:
                 comm.run(self._kernel, request, self._what)
             finally:
@@ -234,12 +245,13 @@ class MoeCombine:
             to.row_stride, to.column_stride = operands.strides(array)
         params.row_count, params.tokens = len(rows.shadow), len(weights.shadow)
         layout.put_into(params.origins)
-        request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
+        agents = sum(plan.split) + plan.network_agents
+        request = comm.prepare(self._kernel, params, agents, plan.shared_bytes)
         return request, (rows, weights, layout, result)
 
     def close(self) -> None:
         """Forget the plan. Local; nothing waits for it."""
-        self._constants, self._comm = None, None
+        self._constants, self._writes, self._comm = None, None, None
 
     def __enter__(self) -> "MoeCombine":
         return self
@@ -255,6 +267,11 @@ def stage(weights: operands.Operand, place: Location, comm: Communicator) -> Non
     comm.machine.copy(staged, weights.array)
 
 
+def sums_chunks(asked: Combine, first: int) -> tuple[int, int]:
+    """Return where the chunks of sums begin and end, among what may come over the network."""
+    return first, first + len(asked.nodes or ()) * asked.chunks
+
+
 def combine_plan(
     asked: Combine,
     computing: int,
@@ -262,6 +279,9 @@ def combine_plan(
     comm: Communicator,
     at: dict[str, int],
     signals: int,
+    mirror: Any,
+    first_chunk: int,
+    writes: Any,
 ) -> Any:
     """Return the struct ``CombinePlan``.
 
@@ -276,12 +296,30 @@ def combine_plan(
         Where weights, factors and sums lie in the arena's data, in bytes.
     signals : int
         The first word of the signals.
+    mirror : ctypes.Structure
+        The ``MirrorPlan`` of the weights.
+    first_chunk : int
+        Of sums, among what may come over the network.
+    writes : constant
+        In how many writes each chunk of that comes.
     """
     structures, words = structs.shared(), offsets_of(asked.signal_sizes(), 1)
     data, base = arena.data_offset_for(arena.signals), comm.segments[arena.number].address
 
     def place(name: str) -> Any:
         return structures.Place(arena.number, 8 * (signals + words[name]))
+
+    def node_plan() -> Any:
+        return structures.NodeCombinePlan(
+            summed=place("summed_here"),
+            leaving=structures.Place(arena.number, data + at["leaving_sums"]),
+            arriving=structures.Place(arena.number, data + at["arriving_sums"]),
+            head_bytes=asked.head_bytes,
+            message_bytes=asked.message_bytes,
+            first_chunk=first_chunk,
+            chunks=sums_chunks(asked, first_chunk)[1],
+            writes=writes.address,
+        )
 
     return structures.CombinePlan(
         n=asked.n,
@@ -298,6 +336,8 @@ def combine_plan(
         sent=place("sent"),
         summed=place("summed"),
         computed=base + 8 * (signals + words["computed"]),
+        mirror=mirror,
+        **({"nodes": node_plan()} if asked.several_nodes else {}),
     )
 
 
@@ -311,7 +351,7 @@ class _Spec:
                 f"layout is a {type(layout).__name__}: use what moe_dispatch_gemm has returned"
             )
         check_weights(weights, rows.dtype, layout.tokens, layout.slots)
-        self.options = operands.options(options, "moe_combine")
+        self.options = operands.options(options, "moe_combine", sums=True)
         transfer = plans.output_dtype(rows.dtype, self.options.transfer_dtype, "transfer_dtype")
         self.asked = Combine(
             ranks=comm.size,
@@ -321,6 +361,7 @@ class _Spec:
             transfer_dtype=transfer,
             max_tokens=layout.max_tokens,
             chunk_bytes=self.options.chunk_bytes,
+            nodes=comm.topology.sizes,
         )
         self.experts = len(layout.expert_offsets) - 1
         self._key = self.asked, self.experts, self.options
@@ -366,6 +407,5 @@ def check_weights(weights: np.ndarray, dtype: np.dtype, tokens: int, slots: int)
 
 
 def _shadows(rows: Any, topk_weight: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
-    comm.refuse_nodes("moe_combine()")
     named = (("rows", rows), ("topk_weight", topk_weight))
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)

@@ -13,6 +13,7 @@ from ..communicator import Arena, Communicator, extent
 from ..kernel import Kernel
 from ..memory import Location
 from ..moe_plan import (
+    Combine,
     Dispatch,
     MoeDispatchGemmPlan,
     dispatch_tile,
@@ -21,6 +22,7 @@ from ..moe_plan import (
     shared_bytes,
 )
 from ..reference import array_split_counts
+from ..transport.network import check_chunks
 from . import operands
 
 _IDS = (np.dtype(np.int32), np.dtype(np.int64))
@@ -225,6 +227,10 @@ class MoeDispatchGemm:
         tile = dispatch_tile(comm.rank, asked, spec.options, comm.machine.gpu)
         self._reading = Reading(tile, asked.dtype, (w,))
         words = {**plans.type_defines(asked.dtype, asked.out_dtype), **self._reading.defines()}
+        if asked.several_nodes:
+            comm.refuse_staging("moe_dispatch_gemm")
+            words["MK_NODES"] = 1
+            check_chunks(asked.ranks * asked.parts, "tokens", "Options(chunk_bytes=)")
         source = str(compiler.kernel_source("moe_dispatch_gemm"))
         kernel = Kernel(source, "moe_dispatch_gemm", tuple(compiler.macros(words).items()))
 
@@ -237,7 +243,7 @@ class MoeDispatchGemm:
         room = shared_bytes(asked, tile, asked.out_dtype)
         capacity = gpu_capacity(self._kernel, room, spec.options, comm)
         self.plan = plan_moe_dispatch_gemm(comm.rank, asked, tile, spec.options, capacity)
-        self._counts = counts_of(asked, self.plan.split, comm)
+        self._counts = counts_of(asked, sum(self.plan.split) + self.plan.network_agents, comm)
         self._bind(comm.arena)
 
     def _bind(self, arena: Arena) -> None:
@@ -263,6 +269,7 @@ class MoeDispatchGemm:
             whole=self._arrays["whole"].address,
             routing=routing,
             landing=landing,
+            nodes=node_dispatch_plan(agreed, self._arrays, arena, comm),
         )
         self._constants = constant(constants)
         self._params = structures.MoeDispatchGemmParams(
@@ -362,7 +369,8 @@ class MoeDispatchGemm:
             box = 128 // rows.shadow.itemsize, 64
             operands.map_lines(params.rows, rows.shadow, False, box, machine)
         layout.put_into(params.origins)
-        request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
+        agents = sum(plan.split) + plan.network_agents
+        request = comm.prepare(self._kernel, params, agents, plan.shared_bytes)
         return request, (x, ids, w, rows, layout)
 
     def close(self) -> None:
@@ -403,6 +411,7 @@ class _Spec:
             max_tokens=whole_number("max_tokens", max_tokens),
             capacity=whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
+            nodes=comm.topology.sizes,
         )
         self._shape = w.shape
         self._key = self.asked, self.options
@@ -433,7 +442,6 @@ class _Spec:
 
 
 def _shadows(x: Any, topk_idx: Any, w: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
-    comm.refuse_nodes("moe_dispatch_gemm()")
     named = (("x", x), ("topk_idx", topk_idx), ("w", w))
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)
 
@@ -498,10 +506,9 @@ def gpu_capacity(kernel: Any, nbytes: int, options: plans.Options, comm: Communi
     return kernel.capacity(nbytes, options.sm_budget) if comm.machine.gpu is not None else 0
 
 
-def counts_of(agreed: Dispatch, split: tuple[int, int], comm: Communicator) -> Any:
-    """Return an array for what each agent that sorts counts."""
-    movers, compute = split
-    return comm.machine.empty((movers or compute, agreed.experts + 1, 2), np.dtype(np.int64))
+def counts_of(agreed: Dispatch, agents: int, comm: Communicator) -> Any:
+    """Return an array for what each agent counts."""
+    return comm.machine.empty((agents, agreed.experts + 1, 2), np.dtype(np.int64))
 
 
 def routing_plans(
@@ -526,6 +533,7 @@ def routing_plans(
         sorted=agreed.sorted_tokens,
         capacity=capacity.address,
         counts=comm.machine.shadow(counts).ctypes.data,
+        mirror=mirror_plan(agreed, arena),
         told=base + 8 * words["told"],
         routed=base + 8 * words["routed"],
         **shared,
@@ -542,6 +550,52 @@ def routing_plans(
         **local("list", "places"),
     )
     return routing, landing
+
+
+def mirror_plan(agreed: Dispatch | Combine, arena: Arena) -> Any:
+    """Return the struct ``MirrorPlan``, for tables that begin an arena."""
+    structures = structs.shared()
+    if not agreed.several_nodes:
+        return structures.MirrorPlan()
+    at, words = offsets_of(agreed.arena_sizes()), offsets_of(agreed.signal_sizes(), 1)
+    return structures.MirrorPlan(
+        first=at["mirrors"],
+        bytes=offsets_of(agreed.table_sizes())["end"],
+        heard=structures.Place(arena.number, 8 * words["heard"]),
+        parts=agreed.parts,
+    )
+
+
+def node_dispatch_plan(
+    agreed: Dispatch, arrays: dict[str, Any], arena: Arena, comm: Communicator, more: int = 0
+) -> Any:
+    """Return the struct ``NodeDispatchPlan``; put what it points to with other `arrays`.
+
+    `more`: chunks besides, that may come over the network.
+    """
+    structures = structs.shared()
+    if not agreed.several_nodes:
+        return structures.NodeDispatchPlan()
+    base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
+    at, begins = offsets_of(agreed.arena_sizes()), np.cumsum([0, *agreed.nodes])
+    firsts = np.cumsum([0, *agreed.experts_of])[begins]
+    chunks = agreed.ranks * agreed.parts + more
+    constant = comm.machine.constant
+    arrays["first_expert"] = constant(firsts.astype(np.int64))
+    arrays["writes"] = constant(np.ones(chunks, np.uint64))
+    return structures.NodeDispatchPlan(
+        first_expert=arrays["first_expert"].address,
+        head_bytes=agreed.head_bytes,
+        list=structures.Place(arena.number, data + at["crossing_list"]),
+        place_of=base + data + at["place_of"],
+        order=base + data + at["order"],
+        chunks=chunks,
+        writes=arrays["writes"].address,
+        **{
+            name: structures.Place(arena.number, data + at[name])
+            for name in ("crossing", "leaving", "landed")
+        },
+    )
 
 
 def put_tokens(

@@ -22,8 +22,9 @@ from ..moe_plan import (
     shared_bytes,
 )
 from ..reference import accumulator_dtype
+from ..transport.network import check_chunks
 from . import operands
-from .moe_combine import check_weights, combine_plan, stage
+from .moe_combine import check_weights, combine_plan, stage, sums_chunks
 from .moe_dispatch_gemm import (
     Reading,
     check_ids,
@@ -31,6 +32,7 @@ from .moe_dispatch_gemm import (
     counts_of,
     experts_of_all,
     gpu_capacity,
+    node_dispatch_plan,
     put_choice,
     put_tokens,
     routing_plans,
@@ -201,6 +203,11 @@ class MoeLayer:
             "MK_ACTIVATION": asked.activation or "none",
             **self._reading.defines(),
         }
+        if asked.dispatch.several_nodes:
+            self._comm.refuse_staging("moe_layer")
+            words["MK_NODES"] = 1
+            chunks = sums_chunks(asked.combine, self._chunks())[1]
+            check_chunks(chunks, "tokens and sums", "Options(chunk_bytes=)")
         source = str(compiler.kernel_source("moe_layer"))
         kernel = Kernel(source, "moe_layer", tuple(compiler.macros(words).items()))
 
@@ -217,6 +224,10 @@ class MoeLayer:
         self._make_room()
         self._bind(comm.arena)
 
+    def _chunks(self) -> int:
+        """Return in how many chunks tokens may come over the network."""
+        return self._layer.ranks * self._layer.dispatch.parts
+
     def _make_room(self) -> None:
         """Have memory for what is between the products, and for the rows that experts make."""
         plan, machine = self.plan, self._comm.machine
@@ -229,7 +240,9 @@ class MoeLayer:
             "stash": machine.empty(stash, accumulator_dtype(plan.dtype)),
             "expert_offsets": machine.empty((plan.experts + 1,), np.dtype(np.int64)),
             "finished": machine.empty((plan.parts,), np.dtype(np.uint64)),
-            "counts": counts_of(self._layer.dispatch, plan.split, self._comm),
+            "counts": counts_of(
+                self._layer.dispatch, sum(plan.split) + plan.network_agents, self._comm
+            ),
         }
         machine.zero(self._room["finished"])
 
@@ -271,13 +284,13 @@ class MoeLayer:
             made=self._arrays["made"].address,
             routing=routing,
             landing=landing,
+            nodes=node_dispatch_plan(
+                *(asked.dispatch, self._arrays, arena, comm),
+                more=len(asked.nodes or ()) * asked.combine.chunks,
+            ),
             combine=combine_plan(
-                asked.combine,
-                plan.split[1],
-                arena,
-                comm,
-                at,
-                words["computed"],
+                *(asked.combine, plan.split[1], arena, comm, at, words["computed"]),
+                *(routing.mirror, self._chunks(), self._arrays.get("writes")),
             ),
             **{name: room[name] for name in ("expert_offsets", "finished", "stash")},
         )
@@ -360,7 +373,8 @@ class MoeLayer:
         w2, params.w2_stride = reading.put(params.w2, both[1], machine)
         params.out.data = result.shadow.ctypes.data
         params.out.row_stride, params.out.column_stride = operands.strides(result.shadow)
-        request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
+        agents = sum(plan.split) + plan.network_agents
+        request = comm.prepare(self._kernel, params, agents, plan.shared_bytes)
         return request, (x, ids, weights, w1, w2, result)
 
     def close(self) -> None:
@@ -410,7 +424,7 @@ class _Spec:
                 f"x has shape {x.shape}, w1 {w1.shape}, w2 {w2.shape}: for activation="
                 f"{activation!r} w1 needs {(experts, x.shape[1], halves * inner)}"
             )
-        self.options = operands.options(options, "moe_layer")
+        self.options = operands.options(options, "moe_layer", sums=True)
         transfer = plans.output_dtype(x.dtype, self.options.transfer_dtype, "transfer_dtype")
         self.asked = Layer(
             ranks=comm.size,
@@ -425,6 +439,7 @@ class _Spec:
             max_tokens=whole_number("max_tokens", max_tokens),
             capacity=whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
+            nodes=comm.topology.sizes,
         )
         self._shapes = w1.shape, w2.shape
         self._key = self.asked, self.options
@@ -464,6 +479,5 @@ class _Spec:
 
 
 def _shadows(arrays: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
-    comm.refuse_nodes("moe_layer()")
     named = zip(_NAMES, arrays, strict=True)
     return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)

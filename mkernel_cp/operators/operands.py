@@ -203,10 +203,13 @@ def aligned_stack(
     """
     if not a.size:
         return (*a.shape[:0:-1], len(a)), (16, 16)
-    lines, stride = aligned_lines(a[0], by_columns), a.strides[0] if len(a) > 1 else 16
-    if lines is None or stride <= 0 or stride % 16:
+    lines = aligned_lines(a[0], by_columns)
+    if lines is None:
         return None
     extents, pitch = lines
+    stride = a.strides[0] if len(a) > 1 else extents[1] * pitch  # which leads nowhere
+    if stride <= 0 or stride % 16:
+        return None
     return (*extents, len(a)), (pitch, stride)
 
 

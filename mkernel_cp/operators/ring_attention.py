@@ -13,17 +13,18 @@ from .. import plan as plans
 from ..attention_plan import (
     LAYOUTS,
     MOST_COLUMNS,
-    MOST_COMPUTE_AGENTS,
     Attention,
     RingAttentionPlan,
+    Run,
     choose_attention_tile,
     plan_ring_attention,
     zigzag_counts,
 )
 from ..communicator import Arena, Communicator, extent
 from ..kernel import Kernel
-from ..memory import Location
+from ..memory import Location, offsets_of
 from ..reference import accumulator_dtype, array_split_counts
+from ..transport.network import check_chunks
 from . import operands
 
 
@@ -129,7 +130,6 @@ def ring_attention(
     """
     operands.check_communicator(comm)
     with comm.calling("ring_attention()"), comm.machine.on(stream):
-        comm.refuse_nodes("ring_attention()")
         arrays = _shadows(q, k, v, comm)
         spec = _Spec(
             *arrays, comm, seq_counts, causal, scale, layout, return_lse, max_workspace, options
@@ -184,7 +184,6 @@ class RingAttention:
     ):
         operands.check_communicator(comm)
         with comm.calling("RingAttention()"), comm.machine.on(stream):
-            comm.refuse_nodes("ring_attention()")
             arrays = _shadows(q, k, v, comm)
             spec = _Spec(
                 *arrays, comm, seq_counts, causal, scale, layout, return_lse, max_workspace, options
@@ -204,6 +203,11 @@ class RingAttention:
         gpu, need = comm.machine.gpu, attention.need()
         self._tile = tile = choose_attention_tile(comm.rank, attention, spec.options, gpu)
         macros = {"MK_TYPE": plans.cpp_type(attention.dtype), **tile.defines(attention.dtype)}
+        if comm.num_nodes > 1:
+            comm.refuse_staging("ring_attention")
+            macros["MK_NODES"] = 1
+            chunks = attention.chunks_between_nodes
+            check_chunks(chunks, f"{attention.chunk} positions", "Options(chunk_bytes=)")
         kernel = Kernel(
             str(compiler.kernel_source("ring_attention")),
             "ring_attention",
@@ -224,32 +228,32 @@ class RingAttention:
         attention = self._spec.attention
         self._arena = arena
         base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
-        *stages, window, _ = attention.arena_offsets(comm.rank)
+        window, *stages, _ = attention.arena_offsets(comm.rank)
         self._stages = [Location(arena.number, data + stage) for stage in stages]
         walk, queries = attention.walk(comm.rank), attention.held_by(comm.rank)
+        words = offsets_of(attention.signal_sizes(), 1)
         constant = comm.machine.constant
         self._runs = {
-            "queries": constant(_runs(queries, comm.rank, attention.chunk)),
-            "walk": constant(_runs(walk, comm.rank, attention.chunk)),
+            "queries": constant(_runs(attention, comm.rank, queries)),
+            "walk": constant(_runs(attention, comm.rank, walk)),
         }
         landing = structures.WindowPlan(
             slots=plan.window,
-            slot_positions=sum(run.count for run in attention.pulled(comm.rank)),
+            slot_positions=sum(run.count for run in attention.landing(comm.rank)),
             chunk_positions=plan.chunk,
-            chunks=attention.chunks(comm.rank),
+            chunks=attention.unit_chunks,
             data=base + data + window,
-            left=base,
-            arrived=base + 8 * MOST_COMPUTE_AGENTS,
+            left=base + 8 * words["left"],
+            arrived=base + 8 * words["arrived"],
         )
         if self._mapped and landing.slot_positions:
             extents = plan.columns, landing.slot_positions, 2, plan.window
             line = plan.columns * plan.dtype.itemsize
             half = landing.slot_positions * line
             box = self._box(plan.tile[1])
-            words = comm.machine.tensor_map(
+            landing.map.opaque[:] = comm.machine.tensor_map(
                 landing.data, plan.dtype, extents, (line, half, 2 * half), box
             )
-            landing.map.opaque[:] = words
         constants = structures.RingAttentionPlan(
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
@@ -262,7 +266,9 @@ class RingAttention:
             query_runs=len(queries),
             walk_runs=len(walk),
             window=landing,
-            **{name: runs.address for name, runs in self._runs.items()},
+            queries=self._runs["queries"].address,
+            walk=self._runs["walk"].address,
+            nodes=self._between_nodes(arena, data + window, words),
         )
         self._constants = constant(constants)
         self._params = structures.RingAttentionParams(
@@ -271,6 +277,31 @@ class RingAttention:
         message = self._params.message
         message.digest = constants.digest
         message.operand.segment, message.operand.offset = arena.number, data
+
+    def _between_nodes(self, arena: Arena, window: int, words: dict[str, int]) -> Any:
+        """Return the struct ``NodeWindowPlan``."""
+        structures, comm, agreed = structs.shared(), self._comm, self._spec.attention
+        if comm.network is None:
+            return structures.NodeWindowPlan()
+        rank, sources = comm.rank, comm.topology.sources
+        arriving = [run for run in agreed.landing(rank) if run.source in sources]
+        positions = [sum(r.count for r in agreed.landing(peer)) for peer in range(comm.size)]
+        arrays = {
+            "leaving": _leaving_runs(agreed, rank),
+            "arriving": _runs(agreed, rank, arriving),
+            "slot_positions": np.array(positions, np.int64),
+            "writes": np.ones(agreed.chunks_between_nodes, np.uint64),
+        }
+        self._runs |= {name: comm.machine.constant(array) for name, array in arrays.items()}
+        return structures.NodeWindowPlan(
+            zone=structures.Place(arena.number, window),
+            heard=structures.Place(arena.number, 8 * words["heard"]),
+            freed=structures.Place(arena.number, 8 * words["freed"]),
+            chunks=agreed.chunks_between_nodes,
+            leaving_runs=len(agreed.leaving(rank)),
+            arriving_runs=len(arriving),
+            **{name: self._runs[name].address for name in arrays},
+        )
 
     def __call__(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, out: Any = None, stream: Any = None
@@ -336,7 +367,8 @@ class RingAttention:
             shared = (params.own.keys, params.own.values)
             for to, x, stage in zip(shared, own[1:], self._stages, strict=True):
                 self._share(to, x, stage)
-        request = comm.prepare(self._kernel, params, sum(plan.split), plan.shared_bytes)
+        agents = sum(plan.split) + plan.network_agents
+        request = comm.prepare(self._kernel, params, agents, plan.shared_bytes)
         return request, (own, results)
 
     @property
@@ -357,9 +389,8 @@ class RingAttention:
     def _share(self, to: ctypes.Structure, x: operands.Operand, stage: Location) -> None:
         """Say where peers find keys or values: where they are, or in a copy of them."""
         comm, array = self._comm, x.shadow
-        contiguous = array.shape[-1] == 1 or array.strides[-1] == array.itemsize
         place = stage
-        if contiguous and comm.in_segment(array):
+        if self._is_shareable(array) and comm.in_segment(array):
             low, nbytes = extent(array)
             place = comm.segments.locate(low, nbytes)
             place = Location(place.segment, place.offset + array.ctypes.data - low)
@@ -372,6 +403,16 @@ class RingAttention:
             comm.machine.copy(array, x.array)
         to.place.segment, to.place.offset = place.segment, place.offset
         to.batch_stride, to.position_stride, to.head_stride, _ = array.strides
+
+    def _is_shareable(self, array: np.ndarray) -> bool:
+        """Return whether peers read keys or values as they lie; the network wants no gaps."""
+        axes = (1, 3) if self._comm.network else (3,)
+        run = array.itemsize
+        for axis in reversed(axes):
+            if array.shape[axis] > 1 and array.strides[axis] != run:
+                return False
+            run *= array.shape[axis]
+        return True
 
     def close(self) -> None:
         """Forget the plan. Local; nothing waits for it."""
@@ -513,6 +554,7 @@ class _Spec:
             layout=layout,
             max_workspace=_bytes("max_workspace", max_workspace),
             chunk_bytes=self.options.chunk_bytes,
+            nodes=comm.topology.sizes,
         )
         self._shapes = q.shape, k.shape, v.shape
         self._key = self.attention, self.return_lse, self.options
@@ -597,14 +639,23 @@ def _set_heads(to: Any, array: np.ndarray) -> None:
     to.batch_stride, to.position_stride, to.head_stride, to.column_stride = steps
 
 
-def _runs(runs: Sequence[Any], rank: int, chunk: int) -> Any:
-    """Return runs as the kernel has them: those of peers one behind the other in the window."""
+def _runs(agreed: Attention, rank: int, runs: Sequence[Run]) -> Any:
+    """Return runs as a rank's kernel has them."""
+    topology = agreed.topology(rank)
+    places = {holder: agreed.places(holder) for holder in topology.peers}
     result = (structs.shared().Run * max(1, len(runs)))()
-    place = first_chunk = 0
     for to, run in zip(result, runs, strict=False):
         to.source, to.first, to.count, to.position = run.source, run.first, run.count, run.position
-        to.place, to.first_chunk = place, first_chunk
-        if run.source != rank:
-            place += run.count
-            first_chunk += -(-run.count // chunk)
+        to.place = places[rank].get(run, 0)
+        to.held = places[topology.holders[run.source]].get(run, 0)
+        to.first_chunk = agreed.first_chunks[run]
+    return result
+
+
+def _leaving_runs(agreed: Attention, rank: int) -> Any:
+    """Return the runs that a rank sends, with whom it sends them to and where they land there."""
+    leaving = agreed.leaving(rank)
+    result = _runs(agreed, rank, [run for _, run in leaving])
+    for to, (gateway, run) in zip(result, leaving, strict=False):
+        to.source, to.place = gateway, agreed.places(gateway)[run]
     return result

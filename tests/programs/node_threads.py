@@ -3,17 +3,28 @@
 Arguments: kernels folder or '-'.
 """
 
+import dataclasses
 import sys
 
 import numpy as np
 import worlds
+from routing import (
+    ROUTINGS,
+    ExpertCase,
+    expected_layer,
+    ids_of,
+    layer_weights_of,
+    router_weights_of,
+    tokens_of,
+)
 
 import mkernel_cp as mk
-from mkernel_cp import compiler, plan
+from mkernel_cp import compiler, plan, reference
 from mkernel_cp.targets.host import HostTarget
 from mkernel_cp.transport import staging
 
 COUNTS = (33, 7, 0, 70)
+CASE = ExpertCase("threads", (9, 4, 0, 7), 8, 6, 6, 3, "float32", activation="silu", columns=5)
 
 
 def program(comm, lanes):
@@ -25,8 +36,14 @@ def program(comm, lanes):
     terms = np.empty((19, 9), np.float32), np.empty((9, 33), np.float32)
     split = mk.Options((lanes % 2, 1, 2), (8, 16, 8))
     sums = mk.GemmAllReduce(*terms, comm=comm, options=split)
+    qkv = np.empty((3, 1, COUNTS[comm.rank] % 10, 3, 8), np.float32)
+    counts, room = [count % 10 for count in COUNTS], 20 * 2 * 8 * 4
+    parts, few = mk.Options((1, 1), (5, 6, 8), 100), mk.Options((1, 1), (8, 8, 8), 200)
+    rank, layer = comm.rank, None
+    attend = mk.RingAttention(*qkv, comm=comm, seq_counts=counts, max_workspace=room, options=parts)
     worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000,) * 5)
-    for _ in range(5):
+    asked = {"comm": comm, "num_experts": CASE.experts, "activation": CASE.activation}
+    for number in range(5):
         a[...], b[...] = rng.standard_normal(a.shape), rng.standard_normal(b.shape)
         blocks = comm.agree("blocks", lambda: np.array(a))
         if not np.allclose(step(a, b), np.vstack(blocks) @ b, atol=1e-4):
@@ -36,6 +53,19 @@ def program(comm, lanes):
         whole = sum(comm.agree("products", lambda: terms[0] @ terms[1]))
         if not np.allclose(sums(*terms), whole, atol=1e-4):
             raise SystemExit("wrong sum")
+        qkv[...] = rng.standard_normal(qkv.shape)
+        k, v = zip(*comm.agree("keys and values", lambda: qkv[1:].copy()), strict=True)
+        if reference.ring_attention(qkv[0], k, v, comm.rank)[0].check(attend(*qkv)) > 1:
+            raise SystemExit("wrong attention")
+        routed = dataclasses.replace(CASE, routing=ROUTINGS[number])
+        x, ids, factors = (
+            of(routed, number)[rank] for of in (tokens_of, ids_of, router_weights_of)
+        )
+        w1, w2 = (blocks[rank] for blocks in layer_weights_of(CASE))
+        layer = layer or mk.MoeLayer(x, ids, factors, w1, w2, capacity=60, **asked, options=few)
+        right = expected_layer(routed, number, rank, None, None, comm.topology.sizes)
+        if right.check(layer(x, ids, factors, w1, w2)) > 1:
+            raise SystemExit("wrong layer")
 
 
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):

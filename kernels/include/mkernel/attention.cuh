@@ -134,13 +134,14 @@ public:
     MK_DEVICE bool await_room(Courier<aligned>& courier, Unit unit) {
         if (u64(unit.index) < plan_.slots) return launch_.live();
         courier.finish();
-        const Agent& mover = launch_.agent();
-        bool room = launch_.live();  // each lane looks at some agents
-        for (u64 agent = mover.lane(); room && agent < agents_; agent += mover.lanes())
-            room = launch_.wait_alone(&plan_.left[agent], u64(unit.index) - plan_.slots + 1,
-                                      {Awaited::room, everyone, agent});
-        if (mover.any(!room)) launch_.drop();
-        return launch_.live();
+        return await_left(u64(unit.index) - plan_.slots);
+    }
+
+    // Waits until all compute agents need nothing of a unit any more: so all of it had come.
+    MK_DEVICE bool await_left(u64 unit) {
+        return launch_.wait_all(
+            agents_, unit + 1, [&](u64 agent) { return &plan_.left[agent]; },
+            [](u64 agent) { return Subject{Awaited::room, everyone, agent}; });
     }
 
     // The compute agent, all of it that has to do with this, needs nothing of this unit any more, nor of those before.
@@ -150,26 +151,41 @@ public:
     }
 
     // Has this mover's share of a run of a peer brought here; each chunk of keys or of values raises its signal.
-    template <bool aligned>
-    MK_DEVICE void pull(Courier<aligned>& courier, Unit unit, const Run& run, const KeysAndValues& theirs) {
+    // from(positions of the run, part, signal): Lines, whose data are null to end it all.
+    template <bool aligned, class From>
+    MK_DEVICE void pull(Courier<aligned>& courier, Unit unit, const Run& run, From from) {
         keep_in_memory(launch_);  // registers are for what is copied
-        keep_in_memory(theirs);
-        const i64 line = columns_ * i64(sizeof(T)), chunks = ceil_div(run.count, plan_.chunk_positions);
-        // On from where the last run ended, so that all get work of short ones, too.
-        const i64 movers = i64(launch_.members());
-        const i64 before = (unit.index * i64(plan_.chunks) + run.first_chunk) % movers;
+        keep_in_memory(from);
+        const i64 line = columns_ * i64(sizeof(T));
         const bool leads = launch_.agent().lane() == 0;
-        for (i64 chunk = (i64(launch_.member()) + movers - before) % movers; chunk < chunks; chunk += movers)
-            for (Part part : {Part::keys, Part::values}) {
-                const Range positions = block(chunk, plan_.chunk_positions, run.count);
-                const Lines from = lines_of(part == Part::keys ? theirs.keys : theirs.values, run.source, unit,
-                                            run.first + positions.begin);
-                u8* to = static_cast<u8*>(panel(unit, run, part).data) + positions.begin * line;
-                const u64 index = signal_of(unit, run, chunk, part);
-                const Span span(launch_, leads, Traced::copy, run.source, u64(positions.size() * line), index);
-                courier.send({to, line}, from, positions.size(), line, &plan_.arrived[index]);
-                pulled_ += u64(positions.size() * line);
-            }
+        each_chunk(unit, run, launch_.member(), launch_.members(), [&](Range positions, Part part, u64 index) {
+            const Lines theirs = from(positions, part, index);
+            if (theirs.data == nullptr) return false;
+            u8* to = static_cast<u8*>(panel(unit, run, part).data) + positions.begin * line;
+            const Span span(launch_, leads, Traced::copy, run.source, u64(positions.size() * line), index);
+            courier.send({to, line}, theirs, positions.size(), line, &plan_.arrived[index]);
+            pulled_ += u64(positions.size() * line);
+            return true;
+        });
+    }
+
+    // visit(positions of the run, part, signal) for one agent's share of a run's chunks, until it returns false.
+    template <class Visit>
+    MK_DEVICE void each_chunk(Unit unit, const Run& run, u64 agent, u64 agents, Visit visit) const {
+        // On from where the last run ended, so that all get work of short ones, too.
+        const i64 members = i64(agents), chunks = ceil_div(run.count, plan_.chunk_positions);
+        const i64 before = (unit.index * i64(plan_.chunks) + run.first_chunk) % members;
+        for (i64 chunk = (i64(agent) + members - before) % members; chunk < chunks; chunk += members)
+            for (Part part : {Part::keys, Part::values})
+                if (!visit(block(chunk, plan_.chunk_positions, run.count), part, signal_of(unit, run, chunk, part))) return;
+    }
+
+    // Where a rank has positions of a run.
+    MK_DEVICE Lines shown(const KeysAndValues& by, Unit unit, const Run& run, Range positions, Part part) const {
+        const SharedHeads& heads = part == Part::keys ? by.keys : by.values;
+        return {static_cast<u8*>(launch_.at(run.source, heads.place)) + unit.batch * heads.batch_stride +
+                    unit.head * heads.head_stride + (run.first + positions.begin) * heads.position_stride,
+                heads.position_stride};
     }
 
     // The end of all pulling of this agent.
@@ -202,12 +218,6 @@ public:
 private:
     MK_DEVICE u64 signal_of(Unit unit, const Run& run, i64 chunk, Part part) const {
         return (u64(unit.index) * plan_.chunks + u64(run.first_chunk + chunk)) * 2 + u64(part);
-    }
-
-    MK_DEVICE Lines lines_of(const SharedHeads& heads, u64 source, Unit unit, i64 position) const {
-        return {static_cast<u8*>(launch_.at(source, heads.place)) + unit.batch * heads.batch_stride +
-                    unit.head * heads.head_stride + position * heads.position_stride,
-                heads.position_stride};
     }
 
     Launch& launch_;

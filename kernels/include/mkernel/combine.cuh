@@ -1,7 +1,8 @@
 // What experts have made of tokens, weighted and added up: first at each rank over the rows of a token there, then at the
-// rank that has the token over the ranks.
+// rank that has the token over the ranks. Where there is more than one node: over the ranks of each, there, and then nodes.
 #pragma once
 
+#include "shown.cuh"
 #include "sink.cuh"
 
 namespace mk {
@@ -18,11 +19,11 @@ public:
 
     // `rows`: those of the experts here, and how many there are.
     MK_DEVICE Combination(Launch& launch, const CombinePlan& plan, const Matrix& rows, i64 row_count)
-        : launch_(launch), plan_(plan), rows_(rows), row_count_(row_count) {}
+        : launch_(launch), plan_(plan), shown_(launch, plan.mirror), rows_(rows), row_count_(row_count) {}
 
     // A row is made of a token of `source`, which has called, because of one of its slots. One lane says so.
     MK_DEVICE void note(i64 row, u64 source, i64 token, i64 slot) const {
-        const Acc* weights = static_cast<const Acc*>(launch_.at(source, plan_.weights));
+        const Acc* weights = shown_.table<Acc>(source, plan_.weights);
         factors_of(source, token)[slot] = weights[token * plan_.slots + slot];
         words_of(source, token)[slot] = launch_.target(u64(row));
     }
@@ -32,9 +33,9 @@ public:
         launch_.raise<Scope::device>(&plan_.computed[launch_.member()], 1, Writes().complete(launch_.agent()));
     }
 
-    // Forms this agent's share of the sums for a peer that has called.
+    // Forms this agent's share of the sums for a peer that has called. Its gateway here forms what it adds to them itself.
     MK_DEVICE void sum_for(u64 peer) {
-        if (!await_rows()) return;
+        if (launch_.holder(peer) == launch_.rank() || !await_rows()) return;
         if (in_packs(rows_)) sum_for<whole_packs>(peer);
         else sum_for<1>(peer);
     }
@@ -49,7 +50,27 @@ public:
         if (agent.lane() == 0) fetch_add(launch_.world().bytes_from_peers, brought_);
     }
 
+    // Waits for the messages of other nodes for a chunk; gateways are in the order of nodes.
+    MK_DEVICE bool await_other_nodes(i64 chunk) {
+        const Network& network = *launch_.world().network;
+        auto number = [&](u64 i) { return plan_.nodes.first_chunk + node_after(i) * u64(plan_.chunks) + u64(chunk); };
+        return launch_.wait_all(
+            network.gateway_count, 1, [&](u64 i) { return &network.arrived[2 * launch_.size() + number(i)]; },
+            [&](u64 i) { return Subject{Awaited::network, network.gateways[i], number(i)}; });
+    }
+
+    // Writes the message for a chunk of another node's rank, when what it says is here; returns its bytes.
+    MK_DEVICE u64 pack(u64 source, i64 chunk, u8* message) {
+        launch_.wait_all(
+            launch_.node().size - 1, 1,
+            [&](u64 i) { return &summed_at(launch_.rank(), source, launch_.neighbour(1 + i))[chunk]; },
+            [&](u64 i) { return Subject{Awaited::partial, launch_.neighbour(1 + i), u64(chunk)}; });
+        if (!await_rows()) return 0;
+        return in_packs(rows_) ? pack<whole_packs>(source, chunk, message) : pack<1>(source, chunk, message);
+    }
+
 private:
+    static constexpr u32 no_sum = ~u32(0);
     static constexpr u32 whole_packs = u32(16 / sizeof(T));
     template <u32 width>
     using Sums = Acc[width];
@@ -76,35 +97,64 @@ private:
                     for (u32 i = 0; i < width; ++i) partial.elements[i] = narrow<Partial>(sums[i]);
                     *reinterpret_cast<Pack<Partial, width>*>(to + column) = partial;
                 });
-                if (agent.lane() == 0) sent_at(peer, launch_.rank())[token] = launch_.target(1);
+                if (agent.lane() == 0) *sent_by(launch_.rank(), peer, token) = launch_.target(1);
             }
-            launch_.raise<Scope::system>(&summed_at(peer, launch_.rank())[chunk], 1, Writes().complete(agent));
+            u64* summed = summed_at(launch_.holder(peer), peer, launch_.rank()) + chunk;
+            launch_.raise<Scope::system>(summed, 1, Writes().complete(agent));
         }
+    }
+
+    template <u32 width>
+    MK_DEVICE u64 pack(u64 source, i64 chunk, u8* message) {
+        const Agent& agent = launch_.agent();
+        u32* places = reinterpret_cast<u32*>(message);
+        Partial* to = reinterpret_cast<Partial*>(message + plan_.nodes.head_bytes);
+        u64 brought = 0;
+        u32 count = 0;
+        const Range part = block(chunk, plan_.chunk_tokens, plan_.max_tokens);
+        for (i64 token = part.begin; token < part.end; ++token) {
+            const bool any = node_has(source, token);
+            if (agent.lane() == 0) places[token - part.begin] = any ? count : no_sum;
+            if (!any) continue;
+            each_column<width>([&](i64 column) {
+                Sums<width> sums;
+                add_node<width>(sums, source, token, column);
+                Pack<Partial, width> partial;
+                MK_UNROLL
+                for (u32 i = 0; i < width; ++i) partial.elements[i] = narrow<Partial>(sums[i]);
+                *reinterpret_cast<Pack<Partial, width>*>(to + i64(count) * plan_.n + column) = partial;
+            });
+            ++count;
+            brought += bytes_from_node(source, token);
+        }
+        agent.sync();  // all lanes have read what the peers may now overwrite
+        if (agent.lane() == 0) fetch_add(launch_.world().bytes_from_peers, brought);
+        return u64(plan_.nodes.head_bytes) + count * u64(plan_.n) * sizeof(Partial);
     }
 
     template <u32 width>
     MK_DEVICE void collect(i64 tokens, const Matrix& out, bool fine) {
         const Agent& agent = launch_.agent();
-        const u64 rank = launch_.rank(), size = launch_.size();
+        const u64 rank = launch_.rank();
         for (i64 chunk = agent.index(); chunk * plan_.chunk_tokens < tokens; chunk += agent.count()) {
-            auto peer = [&](u64 i) { return around(rank, 1 + i, size); };
+            auto peer = [&](u64 i) { return launch_.neighbour(1 + i); };
             fine = fine && launch_.wait_all(
-                               size - 1, 1, [&](u64 i) { return &summed_at(rank, peer(i))[chunk]; },
+                               launch_.node().size - 1, 1, [&](u64 i) { return &summed_at(rank, rank, peer(i))[chunk]; },
                                [&](u64 i) { return Subject{Awaited::partial, peer(i), u64(chunk)}; });
+            if (several_nodes) fine = fine && await_other_nodes(chunk);
             const Range part = block(chunk, plan_.chunk_tokens, tokens);
             for (i64 token = part.begin; token < part.end; ++token) {
                 T* to = static_cast<T*>(out.data) + token * out.row_stride;
                 each_column<width>([&](i64 column) {
                     Sums<width> total = {};
-                    if (fine) add_ranks<width>(total, token, column);
+                    if (fine) add_nodes<width>(total, chunk, token, column);
                     Pack<T, width> result;
                     MK_UNROLL
                     for (u32 i = 0; i < width; ++i)
                         result.elements[i] = fine ? narrow<T>(total[i]) : not_a_number<T>();
                     *reinterpret_cast<Pack<T, width>*>(to + column * out.column_stride) = result;
                 });
-                for (u64 source = 0; fine && source < size; ++source)
-                    if (source != rank && has_sum(source, token)) brought_ += u64(plan_.n) * sizeof(Partial);
+                if (fine) brought_ += bytes_from_node(rank, token);
             }
         }
     }
@@ -127,8 +177,26 @@ private:
     MK_DEVICE u64* sent_at(u64 at, u64 by) const {
         return static_cast<u64*>(launch_.at(at, plan_.sent)) + index(by, 0);
     }
-    MK_DEVICE u64* summed_at(u64 at, u64 by) const {
-        return static_cast<u64*>(launch_.at(at, plan_.summed)) + by * u64(plan_.chunks);
+    // That a rank has a sum for a token of another: the owner is told, but if it is on another node, who sends it looks here.
+    MK_DEVICE u64* sent_by(u64 by, u64 owner, i64 token) const {
+        return launch_.holder(owner) == owner ? sent_at(owner, by) + token : sent_at(by, owner) + token;
+    }
+    // Signals of chunks of a rank's tokens, at it or at its gateway here.
+    MK_DEVICE u64* summed_at(u64 at, u64 owner, u64 by) const {
+        const bool far = launch_.holder(owner) != owner;
+        const u64 line = far ? owner * launch_.size() + by : by;
+        return static_cast<u64*>(launch_.at(at, far ? plan_.nodes.summed : plan_.summed)) + line * u64(plan_.chunks);
+    }
+
+    MK_DEVICE u64 node_after(u64 other) const { return other + (other >= launch_.world().network->node ? 1 : 0); }
+
+    // What another node says of a token of this rank; null: nothing.
+    MK_DEVICE const Partial* sum_of_node(u64 node, i64 chunk, i64 token) const {
+        const u8* messages = static_cast<const u8*>(launch_.at(launch_.rank(), plan_.nodes.arriving));
+        const u8* message = messages + (i64(node) * plan_.chunks + chunk) * plan_.nodes.message_bytes;
+        const u32 place = reinterpret_cast<const u32*>(message)[token - chunk * plan_.chunk_tokens];
+        if (place == no_sum) return nullptr;
+        return reinterpret_cast<const Partial*>(message + plan_.nodes.head_bytes) + i64(place) * plan_.n;
     }
 
     MK_DEVICE bool await_rows() {
@@ -137,15 +205,29 @@ private:
             [](u64 i) { return Subject{Awaited::rows, everyone, i}; });
     }
 
-    // Whether there is a row of a token of `source` here; and whether another rank has a sum for one of this rank's.
+    // Whether there is a row of a token of `source` here; whether a peer, and whether anyone of this node, has a sum for it.
     MK_DEVICE bool has_rows(u64 source, i64 token) const {
         const u64* words = words_of(source, token);
         for (i64 slot = 0; slot < plan_.slots; ++slot)
             if (words[slot] >= launch_.target(0)) return true;
         return false;
     }
-    MK_DEVICE bool has_sum(u64 source, i64 token) const {
-        return sent_at(launch_.rank(), source)[token] >= launch_.target(0);
+    MK_DEVICE bool has_sum(u64 peer, u64 owner, i64 token) const {
+        if (peer == launch_.rank()) return has_rows(owner, token);
+        return *sent_by(peer, owner, token) >= launch_.target(0);
+    }
+    MK_DEVICE bool node_has(u64 owner, i64 token) const {
+        const Node node = launch_.node();
+        for (u64 peer = node.begin; peer < node.begin + node.size; ++peer)
+            if (has_sum(peer, owner, token)) return true;
+        return false;
+    }
+
+    // Bytes of what peers of this node have for a token.
+    MK_DEVICE u64 bytes_from_node(u64 owner, i64 token) const {
+        u64 sums = 0;
+        for (u64 i = 1; i < launch_.node().size; ++i) sums += has_sum(launch_.neighbour(i), owner, token);
+        return sums * u64(plan_.n) * sizeof(Partial);
     }
 
     // From a column on, the sum over the slots of a token that have a row here, in their order.
@@ -168,31 +250,54 @@ private:
         }
     }
 
-    // From a column on, the sum over the ranks, in their order, for one of this rank's tokens.
+    // From a column on, the sum over the ranks of this node, in their order, for a token.
     template <u32 width>
-    MK_DEVICE void add_ranks(Sums<width>& total, i64 token, i64 column) const {
-        const u64 rank = launch_.rank();
+    MK_DEVICE void add_node(Sums<width>& total, u64 owner, i64 token, i64 column) const {
+        const Node node = launch_.node();
         MK_UNROLL
         for (u32 i = 0; i < width; ++i) total[i] = 0;
-        for (u64 source = 0; source < launch_.size(); ++source) {
+        for (u64 peer = node.begin; peer < node.begin + node.size; ++peer) {
+            if (!has_sum(peer, owner, token)) continue;
             Sums<width> sums;
-            if (source == rank) {
-                if (!has_rows(rank, token)) continue;
-                add_rows<width>(sums, rank, token, column);
+            if (peer == launch_.rank()) add_rows<width>(sums, owner, token, column);
+            else load<width>(sums, sums_at(peer, owner, token) + column);
+            MK_UNROLL
+            for (u32 i = 0; i < width; ++i) total[i] += sums[i];
+        }
+    }
+
+    // The same over all nodes, in their order, for one of this rank's tokens.
+    template <u32 width>
+    MK_DEVICE void add_nodes(Sums<width>& total, i64 chunk, i64 token, i64 column) const {
+        if (!several_nodes) return add_node<width>(total, launch_.rank(), token, column);
+        const Network& network = *launch_.world().network;
+        MK_UNROLL
+        for (u32 i = 0; i < width; ++i) total[i] = 0;
+        for (u64 node = 0; node <= network.gateway_count; ++node) {
+            Sums<width> sums;
+            if (node == network.node) {
+                if (!node_has(launch_.rank(), token)) continue;
+                add_node<width>(sums, launch_.rank(), token, column);
             } else {
-                if (!has_sum(source, token)) continue;
-                const Partial* from = sums_at(source, rank, token) + column;
-                const Pack<Partial, width> partial = *reinterpret_cast<const Pack<Partial, width>*>(from);
-                MK_UNROLL
-                for (u32 i = 0; i < width; ++i) sums[i] = widen(partial.elements[i]);
+                const Partial* from = sum_of_node(node, chunk, token);
+                if (from == nullptr) continue;
+                load<width>(sums, from + column);
             }
             MK_UNROLL
             for (u32 i = 0; i < width; ++i) total[i] += sums[i];
         }
     }
 
+    template <u32 width>
+    static MK_DEVICE void load(Sums<width>& sums, const Partial* from) {
+        const Pack<Partial, width> partial = *reinterpret_cast<const Pack<Partial, width>*>(from);
+        MK_UNROLL
+        for (u32 i = 0; i < width; ++i) sums[i] = widen(partial.elements[i]);
+    }
+
     Launch& launch_;
     const CombinePlan& plan_;
+    Shown shown_;
     const Matrix& rows_;
     i64 row_count_;
     u64 brought_ = 0;  // bytes

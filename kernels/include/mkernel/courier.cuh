@@ -22,6 +22,7 @@ public:
         state_.slots = room / state_.piece_bytes < most_slots ? room / state_.piece_bytes : most_slots;
         for (Slot& slot : state_.slot) ptx::barrier_init(&slot.loaded, 1);
         ptx::fence_barrier_init();
+        ptx::fence_shared_to_async();  // what threads wrote here before
     }
 
     static MK_DEVICE bool fits(Scratch scratch) { return scratch.bytes >= sizeof(State) + least_slots * least_bytes; }

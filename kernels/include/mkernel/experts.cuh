@@ -1,6 +1,7 @@
 // Mixture of experts: how tokens find the rank of their expert, where they land there, and the order of work on them.
 #pragma once
 
+#include "shown.cuh"
 #include "sink.cuh"
 
 namespace mk {
@@ -45,15 +46,16 @@ MK_DEVICE Value* add_up(const Agent& agent, Value* values, Value* other, u32 cou
 class Routing {
 public:
     MK_DEVICE Routing(Launch& launch, const RoutingPlan& plan)
-        : launch_(launch), plan_(plan), split_(plan.experts, launch.size()), experts_(u32(plan.experts)) {}
+        : launch_(launch), plan_(plan), shown_(launch, plan.mirror), split_(plan.experts, launch.size()),
+          experts_(u32(plan.experts)) {}
 
-    // Fills in this rank's tables: all agents that bring tokens sort a part of them. First each counts; from all counts it
+    // Fills in this rank's tables: all agents of the launch sort a part of its tokens. First each counts; from all counts it
     // knows where its rows of each expert begin; then it lists them. The first agent returns when all have. As long as
     // nothing is agreed, there are no rows.
     MK_DEVICE void sort(const TokenChoice& choice, i64 tokens, Scratch scratch, i64* expert_offsets) {
         const Agent& agent = launch_.agent();
         const u32 lane = agent.lane(), lanes = agent.lanes(), none = experts_;
-        const i64 member = i64(launch_.member()), members = i64(launch_.members());
+        const i64 member = agent.index(), members = agent.count();
         const bool first = member == 0;
         const i64 sorted = tokens <= plan_.max_tokens ? tokens : 0;  // more than that is refused
         const Range own = block(member, ceil_div(sorted, members), sorted);
@@ -75,11 +77,18 @@ public:
 
         for (u32 expert = lane; expert <= none; expert += lanes) {
             ExpertShare sum{0, 0}, before{0, 0}, fault{0, -1};
-            for (i64 other = 0; other < members; ++other) {
-                const ExpertShare share = plan_.counts[other * (none + 1) + expert];
-                if (other < member) before = before + share;
-                if (share.rows > 0 && fault.rows == 0) fault = share;
-                sum = sum + share;
+            constexpr i64 batch = 8;  // loads that do not wait for each other
+            for (i64 begin = 0; begin < members; begin += batch) {
+                ExpertShare shares[batch];
+                MK_UNROLL
+                for (i64 i = 0; i < batch; ++i)
+                    shares[i] = begin + i < members ? plan_.counts[(begin + i) * (none + 1) + expert] : ExpertShare{0, 0};
+                MK_UNROLL
+                for (i64 i = 0; i < batch; ++i) {
+                    if (begin + i < member) before = before + shares[i];
+                    if (shares[i].rows > 0 && fault.rows == 0) fault = shares[i];
+                    sum = sum + shares[i];
+                }
             }
             desk.next[expert] = before;
             desk.sums[expert] = sum;
@@ -98,8 +107,17 @@ public:
         }
         list(choice, own, desk, start);
         tell(2);
-        if (first) await_others(2);
+        if (first) await_sorted();
     }
+
+    // Waits until all ranks have made the same call, and their shares are here.
+    MK_DEVICE void await_shares(u64 digest) {
+        for (u64 peer : RingOrder(launch_.rank(), launch_.size(), launch_.node()))
+            if (!launch_.await_call(peer, digest) || !shown_.await(peer, Crossing::heads)) return;
+    }
+
+    // Waits until all agents have sorted their part.
+    MK_DEVICE bool await_sorted() { return await_others(2); }
 
     // When all peers have called: works out what each of them sends to each expert here, and where its rows begin. If one
     // has wrong ids or too many tokens, or will get too many rows, nobody gets anything, and the host is told why.
@@ -141,6 +159,11 @@ public:
     // Whether nobody gets anything; of an agent that knows.
     MK_DEVICE bool refused() const { return launch_.sees(plan_.routed, 2); }
 
+    static MK_DEVICE i64 id_of(const TokenChoice& choice, i64 token, i64 slot) {
+        const i64 at = token * choice.row_stride + slot * choice.column_stride;
+        return choice.wide ? static_cast<const i64*>(choice.ids)[at] : static_cast<const i32*>(choice.ids)[at];
+    }
+
 private:
     // The codes are those of mkernel_cp/failure.py.
     enum class Problem : u64 { id = 1, tokens = 2, capacity = 3 };
@@ -169,22 +192,17 @@ private:
     }
 
     MK_DEVICE void tell(u64 progress) {
-        launch_.raise<Scope::device>(&plan_.told[launch_.member()], progress, Writes().complete(launch_.agent()));
+        const Agent& agent = launch_.agent();
+        launch_.raise<Scope::device>(&plan_.told[agent.index()], progress, Writes().complete(agent));
     }
     MK_DEVICE bool await_others(u64 progress) {
-        return launch_.wait_all(launch_.members(), progress, [&](u64 i) { return &plan_.told[i]; },
+        return launch_.wait_all(launch_.agent().count(), progress, [&](u64 i) { return &plan_.told[i]; },
                                 [](u64 i) { return Subject{Awaited::routes, everyone, i}; });
     }
 
     template <class Entry>
-    MK_DEVICE Entry* table(u64 rank, Place place) const {
-        return static_cast<Entry*>(launch_.at(rank, place));
-    }
+    MK_DEVICE Entry* table(u64 rank, Place place) const { return shown_.table<Entry>(rank, place); }
 
-    static MK_DEVICE i64 id_of(const TokenChoice& choice, i64 token, i64 slot) {
-        const i64 at = token * choice.row_stride + slot * choice.column_stride;
-        return choice.wide ? static_cast<const i64*>(choice.ids)[at] : static_cast<const i32*>(choice.ids)[at];
-    }
     MK_DEVICE bool names_expert(i64 id) const { return id >= 0 && id < i64(plan_.experts); }
 
     // Which of a token's slots with an expert at the same rank comes first.
@@ -292,6 +310,7 @@ private:
 
     Launch& launch_;
     const RoutingPlan& plan_;
+    Shown shown_;
     ExpertSplit split_;
     u32 experts_;
 };
@@ -302,7 +321,7 @@ class TokenLanding {
 public:
     MK_DEVICE TokenLanding(Launch& launch, const RoutingPlan& routing, const TokenLandingPlan& plan,
                            const i64* expert_offsets)
-        : launch_(launch), routing_(routing), plan_(plan), offsets_(expert_offsets),
+        : launch_(launch), shown_(launch, routing.mirror), routing_(routing), plan_(plan), offsets_(expert_offsets),
           experts_(ExpertSplit(routing.experts, launch.size()).count(u32(launch.rank()))) {}
 
     // Brings this mover's share of the tokens that the experts here want, in the order in which they need them: says where
@@ -310,11 +329,11 @@ public:
     // stay where they are. note(row, source, route) keeps what a row is.
     template <bool aligned, class Note>
     MK_DEVICE void bring(Courier<aligned>& courier, Lines own, Note note) {
-        for (u64 peer : RingOrder(launch_.rank(), launch_.size())) look_up(peer);
+        for (u64 peer : RingOrder(launch_.rank(), launch_.size(), launch_.node())) look_up(peer);
         launch_.agent().sync();
         for (u64 expert = 0; expert < experts_; ++expert) {
             if (is_mine(expert, launch_.rank())) place(expert, launch_.rank(), own, note);
-            for (u64 peer : RingOrder(launch_.rank(), launch_.size())) {
+            for (u64 peer : RingOrder(launch_.rank(), launch_.size(), launch_.node())) {
                 if (is_mine(expert, peer)) place(expert, peer, own, note);
                 fetch(courier, expert, peer);
             }
@@ -378,21 +397,17 @@ private:
     MK_DEVICE bool await_tokens(const Agent& who, u64 source, i64 count) {
         const i64 end = ceil_div(count, plan_.chunk_tokens), movers = i64(launch_.readers());
         const i64 begin = end > movers ? end - movers : 0;
-        bool all = who.lanes() == 1;  // loads that do not wait for each other
-        for (i64 i = begin; i < end; ++i) all = launch_.sees(&plan_.arrived[chunk_of(source, i)], 1) && all;
-        if (all) acquire_seen();
-        for (i64 i = begin; !all && i < end; ++i) {
-            const u64 chunk = chunk_of(source, i);
-            if (!launch_.wait(who, &plan_.arrived[chunk], 1, {Awaited::arrival, everyone, chunk})) return false;
-        }
-        return true;
+        const u64 last = u64(end - begin), first = chunk_of(source, begin);
+        auto signal = [&](u64 i) { return &plan_.arrived[first + i]; };
+        return launch_.all_there(who, last, 1, signal) ||
+               launch_.wait_all(who, last, 1, signal, [&](u64 i) { return Subject{Awaited::arrival, everyone, first + i}; });
     }
 
-    // Finds out which tokens of a peer are in this mover's chunks.
-    MK_DEVICE void look_up(u64 source) const {
-        if (experts_ == 0 || !launch_.live()) return;
+    // Finds out which tokens of a peer are in this mover's chunks. Lists come behind routes.
+    MK_DEVICE void look_up(u64 source) {
+        if (experts_ == 0 || coming(source) == 0 || !shown_.await(source, Crossing::list)) return;
         const Agent& agent = launch_.agent();
-        const u32* theirs = static_cast<const u32*>(launch_.at(source, routing_.tokens)) + delivery_of(0, source).token;
+        const u32* theirs = shown_.table<u32>(source, routing_.tokens) + delivery_of(0, source).token;
         const i64 all = coming(source), first = own_chunk(source, 0), step = i64(launch_.members());
         const u32 length = u32(plan_.chunk_tokens);
         for (u32 i = agent.lane();; i += agent.lanes()) {
@@ -410,16 +425,27 @@ private:
         i64 chunk = own_chunk(source, ceil_div(delivery.landed, plan_.chunk_tokens));
         if (chunk * plan_.chunk_tokens >= end) return;
         const CallMessage& message = launch_.message_of(source);
-        const Lines theirs{static_cast<u8*>(launch_.at(source, message.operand)), i64(message.operand_pitch)};
+        const u64 holder = launch_.holder(source);
+        const Lines theirs{static_cast<u8*>(launch_.at(holder, message.operand)), i64(message.operand_pitch)};
         const i64 all = coming(source);
         for (; chunk * plan_.chunk_tokens < end; chunk += i64(launch_.members())) {
             const Range landing = block(chunk, plan_.chunk_tokens, all);
             const u64 index = chunk_of(source, chunk), bytes = u64(landing.size() * plan_.bytes);
             const Span span(launch_, launch_.agent().lane() == 0, Traced::copy, source, bytes, index);
-            courier.send_listed({token_at(source, landing.begin), plan_.pitch}, theirs, list_of(source) + landing.begin,
-                                landing.size(), plan_.bytes, &plan_.arrived[index]);
-            pulled_ += bytes;
+            const u32* list = list_of(source) + landing.begin;
+            if (several_nodes && !shown_.in_node(source) && !await_at_gateway(source, list, landing.size())) return;
+            courier.send_listed({token_at(source, landing.begin), plan_.pitch}, theirs, list, landing.size(), plan_.bytes,
+                                &plan_.arrived[index]);
+            if (holder != launch_.rank()) pulled_ += bytes;
         }
+    }
+
+    // Waits until the gateway of another node's rank has the tokens of a list.
+    MK_DEVICE bool await_at_gateway(u64 source, const u32* list, i64 count) {
+        auto part = [&](u64 i) { return u64(Crossing::tokens) + list[i] / u64(plan_.chunk_tokens); };
+        return launch_.wait_all(
+            u64(count), 1, [&](u64 i) { return shown_.heard(launch_.rank(), source, part(i)); },
+            [&](u64 i) { return Subject{Awaited::network, source, part(i)}; });
     }
 
     // Says where the rows that a rank sends to an expert are, and what they are.
@@ -428,7 +454,7 @@ private:
         const Agent& agent = launch_.agent();
         if (!launch_.live()) return;
         const Delivery& delivery = delivery_of(expert, source);
-        const Route* routes = static_cast<const Route*>(launch_.at(source, routing_.routes)) + delivery.route;
+        const Route* routes = shown_.table<Route>(source, routing_.routes) + delivery.route;
         const i64 first = offsets_[expert] + delivery.row;
         for (i64 i = agent.lane(); i < delivery.rows; i += agent.lanes()) {
             const Route route = routes[i];
@@ -440,6 +466,7 @@ private:
     }
 
     Launch& launch_;
+    Shown shown_;
     const RoutingPlan& routing_;
     const TokenLandingPlan& plan_;
     const i64* offsets_;

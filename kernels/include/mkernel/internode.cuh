@@ -36,9 +36,12 @@ public:
     }
 
     // Lets a rank go that has sent something here.
-    MK_DEVICE void send_receipt(u64 to, Completed here) {
+    MK_DEVICE void send_receipt(u64 to, Completed here) { notify(to, launch_.size() + launch_.rank(), here); }
+
+    // Raises a signal at a rank, with no more than room that nobody reads.
+    MK_DEVICE void notify(u64 to, u64 number, Completed here) {
         const u64 unread = 1 + 2 * launch_.size(), blank = unread + 1;
-        if (launch_.live()) post(to, launch_.size() + launch_.rank(), blank, unread, here);
+        if (launch_.live()) post(to, number, blank, unread, here);
     }
 
     // All that was sent to a rank has been read here, then, and may be overwritten.

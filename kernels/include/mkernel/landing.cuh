@@ -87,7 +87,7 @@ public:
             return true;
         const bool begins = k.begin == 0 && who.lanes() > 1;
         const Signals all = signals_of(source, rows, {k.begin, begins ? plan_.k : k.end}), some = signals_of(source, rows, k);
-        const bool here = launch_.all_seen(who, all.count(), 1, all);
+        const bool here = launch_.all_there(who, all.count(), 1, all);
         if (!here && !launch_.wait_all(who, some.count(), 1, some, [&](u64 i) {
                 return Subject{Awaited::arrival, everyone, u64(some(i) - plan_.arrived)};
             }))

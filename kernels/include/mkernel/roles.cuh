@@ -8,7 +8,7 @@
 
 namespace mk {
 
-// Kernels do nothing for those that come behind inter_reduce: finish() does.
+// Kernels do nothing for those that come behind inter_reduce.
 enum class Role : u64 {
     mover = 0,
     compute = 1,
@@ -22,10 +22,13 @@ enum class Role : u64 {
 
 class Launch : public Peers {
 public:
-    // `mover_warps`: how many each mover consists of, where they act by themselves: see by_warps().
+    // `mover_warps`: how many each mover consists of, where they act by themselves: see by_warps(). Those that stage do so
+    // here. When they come to what kernels have for all agents, all others have finished.
     MK_DEVICE Launch(World* world, Split split, u64 mover_warps = 1)
         : Peers(world, u64(role_of(*world, split))), split_(split), mover_warps_(mover_warps) {
         delay();
+        const bool out = is(Role::stage_out);
+        if (several_nodes && (out || is(Role::stage_in)) && !Stager::serve(*this, out)) drop();
     }
 
     MK_DEVICE bool is(Role role) const { return role_of(world(), split_) == role; }
@@ -70,13 +73,6 @@ public:
         if (!done(*this, work)) drop();
     }
 
-    // The end of a launch for one agent; for those that stage, all of it.
-    MK_DEVICE void finish() {
-        const bool out = is(Role::stage_out);
-        if (several_nodes && (out || is(Role::stage_in)) && !Stager::serve(*this, out)) drop();
-        Peers::finish();
-    }
-
 private:
     template <class Work>
     static MK_DEVICE_APART bool done(Launch launch, Work work) {
@@ -85,14 +81,15 @@ private:
     }
 
     static MK_DEVICE Role role_of(const World& world, Split split) {
-        const u64 index = Agent::current().index(), others = split.movers + split.compute;
+        const Agent agent = Agent::current();
+        const u64 index = agent.index(), others = split.movers + split.compute;
         if (!several_nodes || index < others) return index < split.movers ? Role::mover : Role::compute;
+        const u64 last = agent.count() - Stager::agents_in(world);
+        if (index >= last) return index == last ? Role::stage_out : Role::stage_in;
         if (index < others + split.inter_reduce) return Role::inter_reduce;
         switch (index - others - split.inter_reduce) {
         case 0: return Role::inter_send;
         case 1: return Role::inter_receive;
-        case 2: return world.network->staging ? Role::stage_out : Role::none;
-        case 3: return world.network->staging ? Role::stage_in : Role::none;
         default: return Role::none;
         }
     }

@@ -29,6 +29,7 @@ enum class Awaited : u64 {
     sent = 12,
     network = 13,  // a chunk from another node
     receipt = 14,  // of what was sent there
+    credit = 15,   // that a unit is needed no more
     slot = 16,     // of host memory, at a rank that something is sent to
 };
 enum class Reason : u64 {
@@ -59,6 +60,9 @@ template <class>
 class Window;
 template <class>
 class Internode;
+template <class>
+class NodeWindow;
+class NodeMirrors;
 template <class, class>
 class NodeSums;
 class Stager;
@@ -75,6 +79,9 @@ class Completed {
     friend class Window;
     template <class>
     friend class Internode;
+    template <class>
+    friend class NodeWindow;
+    friend class NodeMirrors;
     template <class, class>
     friend class NodeSums;
     friend class Stager;
@@ -137,14 +144,12 @@ public:
         return wait_all(agent_, count, progress, signal_of, subject_of);
     }
 
-    // Whether all of so many signals of this GPU are seen to have reached `progress`; the lanes look side by side, and
-    // loads that do not wait for each other find it out.
+    // Whether all of so many signals have reached `progress`: one look, of the lanes side by side.
     template <class Signal>
-    MK_DEVICE bool all_seen(const Agent& who, u64 count, u64 progress, Signal signal_of) const {
+    MK_DEVICE bool all_there(const Agent& who, u64 count, u64 progress, Signal signal_of) const {
+        const u64 goal = target(progress);
         bool all = true;
-        for (u64 i = who.lane(); i < count; i += who.lanes())
-            all = sees(signal_of(i), progress) && all;
-        acquire_seen();
+        for (u64 i = who.lane(); i < count; i += who.lanes()) all = load_acquire(signal_of(i)) >= goal && all;
         return !who.any(!all);
     }
 

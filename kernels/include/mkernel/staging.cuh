@@ -13,7 +13,8 @@ namespace mk {
 
 class Stager {
 public:
-    static constexpr u64 agents = 2;
+    // The last ones of a launch.
+    static MK_DEVICE u64 agents_in(const World& world) { return world.network->staging ? 2 : 0; }
 
     // All that such an agent does, with a launch of its own. False if it has failed.
     static MK_DEVICE_APART bool serve(Peers launch, bool out) {
@@ -35,14 +36,14 @@ private:
             const Command& slot = asked.slots[taken % asked.capacity];
             auto ready = [&] { return load_acquire(&slot.number) == taken + 1; };
             const bool goes_on = launch_.stand_by([&] {
-                if (told < taken && proxy_.is_sent(direct_)) store_release<Scope::system>(asked.sent, told = taken);
-                return ready() || launch_.finished_but(agents);
+                if (told < taken && proxy_.is_sent(direct_)) store_release<Scope::device>(asked.sent, told = taken);
+                return ready() || launch_.finished_but(agents_in(launch_.world()));
             });
             if (!goes_on) return;
             if (!launch_.agent().broadcast(leads() && ready())) break;
             const Command command = slot;
             launch_.agent().sync();
-            if (leads()) store_release<Scope::system>(asked.taken, taken + 1);
+            if (leads()) store_release<Scope::device>(asked.taken, taken + 1);
             ++taken;
             if (!hand_on(command)) return;
         }
@@ -56,7 +57,7 @@ private:
         auto some = [&] {
             for (u64 i = 0; i < staging_.link_count; ++i)
                 if (has_arrived(i)) return true;
-            return launch_.finished_but(agents);
+            return launch_.finished_but(agents_in(launch_.world()));
         };
         for (bool idle = false; !idle;) {
             if (!launch_.stand_by(some)) return;
@@ -84,8 +85,10 @@ private:
     MK_DEVICE bool send_in_parcels(const Write& write) {
         u64 run = write.line_bytes, lines = write.lines;
         if (write.from_pitch == run && write.to_pitch == run) run *= lines, lines = 1;
-        const u64 width = run < staging_.room ? run : staging_.room, height = staging_.room / width;
-        const u64 across = u64(ceil_div(i64(run), i64(width))), parcels = across * u64(ceil_div(i64(lines), i64(height)));
+        const bool empty = run * lines == 0;  // it has to arrive, too
+        const u64 width = run < staging_.room ? run : staging_.room, height = width == 0 ? lines : staging_.room / width;
+        const u64 across = empty ? 1 : u64(ceil_div(i64(run), i64(width)));
+        const u64 parcels = empty ? 1 : across * u64(ceil_div(i64(lines), i64(height)));
         const u8* from = memory_of(write.from);
         for (u64 i = 0; i < parcels; ++i) {
             const u64 line = i / across * height, begin = i % across * width;
@@ -146,7 +149,7 @@ private:
         const Lines to{memory_of({parcel.to.segment, parcel.to.offset}), i64(parcel.to_pitch)};
         const Completed copied = copy(launch_.agent(), to, from, i64(parcel.lines), i64(parcel.line_bytes)).complete();
         if (leads()) link.received = received + 1;
-        if (parcel.last) launch_.template raise<Scope::system>(&network_.arrived[parcel.chunk], 1, copied);
+        if (parcel.last) launch_.template raise<Scope::device>(&network_.arrived[parcel.chunk], 1, copied);
         post(link.rank, arrival(link.number_there) + slots, 0, sizeof(Parcel), sizeof(u64), copied);  // a credit
     }
 

@@ -381,8 +381,9 @@ struct Run {
     i64 first;  // at the source
     i64 count;
     i64 position;     // of the first, in the sequence
-    i64 place;        // of the first in a slot of the window, if it is pulled
-    i64 first_chunk;  // of those in which a unit is pulled
+    i64 place;        // of the first in a slot of this rank's window, or of the one that it is sent to
+    i64 held;         // of the first in a slot of the gateway's window, if it comes from another node
+    i64 first_chunk;  // counted over the runs of all ranks
 };
 
 // Slots in which keys and values of the peers land, unit after unit: unit u in slot u % slots.
@@ -391,16 +392,32 @@ struct WindowPlan {
     u64 slots;
     i64 slot_positions;
     i64 chunk_positions;
-    u64 chunks;    // of a unit
+    u64 chunks;    // of a unit, of all ranks
     void* data;    // [slot][keys, values][position][column]
     u64* arrived;  // [unit][chunk][keys, values]: signals
     u64* left;     // [compute agent]: signals, of how many units it needs nothing any more
     u64 reserved[1];
 };
 
+// How windows are filled from other nodes. What comes to a gateway its node peers bring from its window.
+struct NodeWindowPlan {
+    Place zone;    // of the window at every rank
+    Place heard;   // and there signals as `arrived`: it has come over the network to its gateway
+    Place freed;   // [rank]: signals, of how many units it needs nothing any more
+    u64 chunks;    // that may come over the network: those of all units, and by [node][unit] that it is needed no more
+    u64* writes;   // [chunk]: in how many
+    i64* slot_positions;  // [rank]
+    u64 leaving_runs;
+    Run* leaving;  // this rank's; `source`: the gateway
+    u64 arriving_runs;
+    Run* arriving;  // those of which this rank is the gateway
+    u64 reserved[3];
+};
+
 // What does not change from call to call of ring_attention.
 struct RingAttentionPlan {
     WindowPlan window;
+    NodeWindowPlan nodes;
     Split split;
     u64 digest;
     i64 batches;
@@ -467,6 +484,14 @@ struct Delivery {
     i64 landed;  // of the first token, among those of the sender here
 };
 
+// Where gateways have what ranks of other nodes show.
+struct MirrorPlan {
+    i64 first;    // bytes from a table to that of rank 0
+    i64 bytes;    // and from there to that of the next rank
+    Place heard;  // [rank][part]: signals: the gateway here has this part of what comes from another node
+    u64 parts;
+};
+
 // How a rank sorts its tokens by expert, and learns what it gets. `Place`s are tables that peers read.
 struct RoutingPlan {
     u64 experts;  // of all ranks
@@ -478,13 +503,14 @@ struct RoutingPlan {
     Place starts;          // [expert], and all behind the last: what comes before it
     Place routes;          // by expert, token, slot
     Place tokens;          // u32, each once per destination, in the order in which its experts need them
-    ExpertShare* counts;   // [agent that sorts][expert], and behind the last how many ids are none, and the first of these
+    ExpertShare* counts;   // [agent][expert], and behind the last how many ids are none, and the first of these
     ExpertShare* known;    // [rank][expert]: the `starts` of all
     RoutingSummary* said;  // [rank]
     i64* totals;           // [rank]
     Delivery* deliveries;  // [own expert][rank]
-    u64* told;             // [agent that sorts]: signals: it has counted (1), it has listed (2)
+    u64* told;             // [agent]: signals: it has counted (1), it has listed (2)
     u64* routed;           // a signal: what this rank gets is known (1), or that nobody gets anything (2)
+    MirrorPlan mirror;
 };
 
 // Where tokens of peers land, those of each rank together, and where each row of A is.
@@ -500,6 +526,20 @@ struct TokenLandingPlan {
     u8** places;       // [row]: where it is
 };
 
+// How tokens go to other nodes: each once to every node that needs it, with tables that say to whom, to a gateway there.
+struct NodeDispatchPlan {
+    i64* first_expert;  // [node], and all behind the last
+    i64 head_bytes;     // of tables that all agree by: from `summary` on
+    Place crossing;     // [node]: a table: how many of this rank's tokens go there
+    Place list;         // as `tokens`, by their places among those that go to the same node
+    u32* place_of;      // [token]
+    u32* order;         // [gateway][max_tokens]: which tokens go there
+    Place leaving;      // [gateway][max_tokens]: they themselves, without gaps
+    Place landed;       // [rank][max_tokens]: those of other nodes, at the gateway
+    u64 chunks;         // that may come over the network: the parts of all ranks
+    u64* writes;        // [chunk]: in how many
+};
+
 // What does not change from call to call of moe_dispatch_gemm.
 struct MoeDispatchGemmPlan {
     Split split;
@@ -511,6 +551,7 @@ struct MoeDispatchGemmPlan {
     i64* whole;  // offsets of a result that is one expert's
     RoutingPlan routing;
     TokenLandingPlan landing;
+    NodeDispatchPlan nodes;
 };
 
 // Arrays that tell the rows of a result apart.
@@ -535,6 +576,19 @@ struct MoeDispatchGemmParams {
     u64 reserved[8];
 };
 
+// Sums between nodes: of each chunk of a rank's tokens, its gateway on another node sends one message. It says where in it
+// the sum for each token is, or that there is none (u32), and behind that are the sums, without gaps.
+struct NodeCombinePlan {
+    Place summed;       // [rank of another node][rank][chunk]: signals: the one's sums for the other's tokens are there
+    Place leaving;      // [rank][chunk]: messages
+    Place arriving;     // [node][chunk]
+    i64 head_bytes;     // of a message
+    i64 message_bytes;  // at the most
+    u64 first_chunk;    // [node][chunk]: of what may come over the network
+    u64 chunks;         // all that may
+    u64* writes;        // [chunk]: in how many
+};
+
 // Sums over the rows of each token, which the ranks of its experts form for the rank that has it. `Place`s are what peers
 // read or raise, at the same place in every rank's segment.
 struct CombinePlan {
@@ -552,6 +606,8 @@ struct CombinePlan {
     Place sent;     // [rank][token]: as signals: the rank has a sum for this one's token
     Place summed;   // [rank][chunk]: signals: the rank's sums for this one's tokens are there
     u64* computed;  // [compute agent]: signals: its rows are there, and what they are made of is known
+    MirrorPlan mirror;
+    NodeCombinePlan nodes;
 };
 
 // What does not change from call to call of moe_combine.
@@ -593,6 +649,7 @@ struct MoeLayerPlan {
     void* stash;    // [compute agent]: sums of a tile, until those that they are multiplied with are there
     RoutingPlan routing;
     TokenLandingPlan landing;
+    NodeDispatchPlan nodes;
     CombinePlan combine;
 };
 

@@ -190,6 +190,7 @@ public:
     static MK_DEVICE void init(Shared& shared, const Schedule& schedule, const Sink& sink, bool live) {
         each_barrier(shared, [](u64* barrier, u32 arrivals) { ptx::barrier_init(barrier, arrivals); });
         ptx::fence_barrier_init();
+        ptx::fence_shared_to_async();  // what threads wrote here before
         shared.failed = !live;
         shared.schedule = schedule;
         shared.sink = sink;
@@ -257,15 +258,15 @@ public:
     template <class Source, class Gate>
     static MK_DEVICE void gather(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
                                  const Factor& b, const Gate& gate) {
-        const Agent alone = launch.agent().alone();
-        const bool leads = threadIdx.x == 0;
+        const Agent warp = launch.agent().warp();
+        const bool leads = threadIdx.x == 0, asks = threadIdx.x < 32;
         bool arrived = launch.live();
         Gathered<T, rows> lines;
         Turn<stages> turn;
         if (leads) ptx::acquire_map(&map_of(b));
         for (Tile tile : shared.schedule) {
             for (Range piece : Blocks(depth, gate_k)) {
-                arrived = ptx::any_of_warps(1, copiers, leads && arrived && gate(alone, tile, piece));
+                arrived = ptx::any_of_warps(1, copiers, asks && arrived && gate(warp, tile, piece));
                 if (!arrived && leads) fail(shared);
                 if (arrived && piece.begin == 0) lines.look_up(source(tile), tile.rows.size());
 #pragma unroll 1
@@ -501,8 +502,7 @@ public:
 //   sink       map(piece, 64), by which a piece of a tile is stored at row first_row(piece): boxes of 128 bytes by 64 rows,
 //              swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows; pieces 64 rows of 128 bytes,
 //              which a warp delivers
-// May be called again and again. The gate is asked for this block's rows only, by warp 0; where rows are gathered, by
-// thread 0.
+// May be called again and again. The gate is asked for this block's rows only, by warp 0.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
                     const Factor& b, Gate gate, Sink sink, Meanwhile meanwhile) {
