@@ -68,7 +68,7 @@ def late(comm, size):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "transport"), zip(NODES[1:], TRANSPORTS * 3, strict=True), ids=str
+    ("nodes", "transport"), list(zip(NODES[1:], TRANSPORTS * 3, strict=True)), ids=str
 )
 def test_dispatch_back_to_back_with_late_ranks_and_roles(nodes, transport):
     size = sum(nodes)
@@ -351,6 +351,7 @@ CALLS = {
     ],
 )
 def test_a_network_that_fails_is_an_error_on_all_ranks(operator, fault, transport, monkeypatch):
+    worlds.run(3, CALLS[operator], nodes=(2, 1), transport=transport)  # compiles
     monkeypatch.setenv("MKERNEL_FABRIC", f"soft:seed=3,fault={fault}")
 
     def program(comm):

@@ -44,7 +44,7 @@ def windows(counts, nodes, **asked):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "transport"), zip(NODES[1:], TRANSPORTS * 3, strict=True), ids=str
+    ("nodes", "transport"), list(zip(NODES[1:], TRANSPORTS * 3, strict=True)), ids=str
 )
 def test_back_to_back_calls_with_late_ranks_and_roles(nodes, transport):
     size, calls = sum(nodes), 9
@@ -160,6 +160,8 @@ Q, K = np.ones((1, 4, 4, 8), np.float32), np.ones((1, 4, 2, 8), np.float32)
 
 @pytest.mark.parametrize(("fault", "transport"), [("down@1", "efa"), ("error@30", "verbs")])
 def test_a_network_that_fails_is_an_error_on_all_ranks(fault, transport, monkeypatch):
+    options = {"nodes": (2, 1), "transport": transport}
+    worlds.run(3, lambda comm: mk.ring_attention(Q, K, K, comm=comm), **options)  # compiles
     monkeypatch.setenv("MKERNEL_FABRIC", f"soft:seed=3,fault={fault}")
 
     def program(comm):
@@ -173,7 +175,7 @@ def test_a_network_that_fails_is_an_error_on_all_ranks(fault, transport, monkeyp
             raise
 
     began = time.monotonic()
-    results = outcomes(3, program, nodes=(2, 1), transport=transport)
+    results = outcomes(3, program, **options)
     assert time.monotonic() - began < 10
     all_are(results, mk.NetworkError, "network card soft")
 
