@@ -593,19 +593,19 @@ public:
             const Tile tile = share(whole);
             if (idle(tile, consumer)) continue;
             const Tile part = half(tile, consumer);
-            Span stored(self, lane == 0, Traced::store, part);
             // start(piece, its strip, its number) stores it, or starts to.
             auto each_strip = [&](u32 wide, auto start) {
+                Span stored(self, lane == 0, Traced::store, part);
                 const u32 across = width(tile) / sides / wide;
 #pragma unroll 1
                 for (u32 i = 0; i < blocks * across; ++i, turn.advance()) {
                     const Tile piece{part.source, part_of(part.rows, i / across * strip_rows, strip_rows),
                                      part_of(part.columns, i % across * wide, wide)};
+                    const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
                     u64* ready = &shared.ready[consumer][turn.slot];
                     while (unread > 0 && !self.agent().any(ptx::completed(ready, turn.parity))) free_oldest();
                     ptx::wait(ready, turn.parity);
                     if (i == 0) stored.begin();
-                    const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
                     if (!empty) start(piece, shared.staged[consumer][turn.slot], i);
                     __syncwarp();
                     ptx::commit_stores();
