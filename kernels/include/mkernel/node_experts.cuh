@@ -122,21 +122,19 @@ private:
         u32* order = plan_.order + gateway * u64(routing_.max_tokens);
         const i64 lanes = i64(agent.lanes()), length = ceil_div(share.with.tokens - share.before.tokens, lanes);
         const Range own = block(i64(agent.lane()), length, share.with.tokens - share.before.tokens);
-        auto each_first = [&](auto visit) {
-            for (i64 i = share.before.tokens + own.begin; i < share.before.tokens + own.end; ++i)
-                if (is_first(choice, tokens[i], i, node)) visit(tokens[i]);
-        };
+        const Range listed{share.before.tokens + own.begin, share.before.tokens + own.end};
         i64* counts = reinterpret_cast<i64*>(agent.scratch().data);
         i64& count = counts[agent.lane()];
         count = 0;
-        each_first([&](u32) { ++count; });
+        for (i64 i = listed.begin; i < listed.end; ++i) count += is_first(choice, tokens[i], i, node);
         const i64* sums = add_up(agent, counts, counts + lanes, u32(lanes));
         i64 place = agent.lane() > 0 ? sums[agent.lane() - 1] : 0;
         if (agent.lane() == 0) crossing(rank, node) = sums[lanes - 1];
-        each_first([&](u32 token) {
-            order[place] = token;
-            plan_.place_of[token] = u32(place++);
-        });
+        for (i64 i = listed.begin; i < listed.end; ++i) {
+            if (!is_first(choice, tokens[i], i, node)) continue;
+            order[place] = tokens[i];
+            plan_.place_of[tokens[i]] = u32(place++);
+        }
         agent.sync();
         for (i64 i = share.before.tokens + agent.lane(); i < share.with.tokens; i += lanes) list[i] = plan_.place_of[tokens[i]];
         agent.sync();

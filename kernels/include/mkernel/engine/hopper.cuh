@@ -558,64 +558,75 @@ public:
         else ptx::wait_stores_read<some>();
     }
 
-    static MK_DEVICE void store(Shared& shared, Launch self, u32 consumer) {
-        const Sink& sink = shared.sink;
-        const u32 lane = self.agent().lane();
+    // What a storer keeps account of. Templates, not lambdas of any type, which not every NVRTC takes.
+    struct Storer {
+        Shared& shared;
+        Launch& self;
+        u32 consumer;
         Turn<strips> turn, oldest;
         u32 unread = 0;  // strips that are being stored
-
         // A signal waits until its part is there; meanwhile the next one is on its way, so that links are not idle.
         Tile sent{};
         bool unsaid = false;
         u32 behind = 0;  // strips since
-        auto free_oldest = [&] {
+
+        MK_DEVICE void free_oldest() {
             wait_stores<false>(--unread);
             __syncwarp();
-            if (lane == 0) ptx::arrive(&shared.stored[consumer][oldest.slot]);
+            if (self.agent().lane() == 0) ptx::arrive(&shared.stored[consumer][oldest.slot]);
             oldest.advance();
             if (fragments && unsaid && unread <= behind) {
                 wait_stores<true>(behind);  // each lane for what it has sent: it raises the signal of the same receiver
-                sink.end(self, sent, Writes().complete(self.agent()));
+                shared.sink.end(self, sent, Writes().complete(self.agent()));
                 unsaid = false;
             }
-        };
+        }
+
+        // start(piece, its strip, its number) stores it, or starts to.
+        template <class Start>
+        MK_DEVICE void each_strip(const Tile& part, u32 across, u32 wide, Span& stored, Start start) {
+#pragma unroll 1
+            for (u32 i = 0; i < blocks * across; ++i, turn.advance()) {
+                const Tile piece{part.source, part_of(part.rows, i / across * strip_rows, strip_rows),
+                                 part_of(part.columns, i % across * wide, wide)};
+                u64* ready = &shared.ready[consumer][turn.slot];
+                while (unread > 0 && !self.agent().any(ptx::completed(ready, turn.parity))) free_oldest();
+                ptx::wait(ready, turn.parity);
+                if (i == 0) stored.begin();
+                const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
+                if (!empty) start(piece, shared.staged[consumer][turn.slot], i);
+                __syncwarp();
+                ptx::commit_stores();
+                ++unread, ++behind;
+            }
+        }
+
         // Starts to store a piece through a map, if there is one.
-        auto store_mapped = [&](const auto& to, const Tile& piece, const u8* staged) {
+        template <class To>
+        MK_DEVICE bool store_mapped(const To& to, const Tile& piece, const u8* staged) const {
             const TensorMap* map = to.map(piece, strip_rows);
-            if (map && lane == 0) {
+            if (map && self.agent().lane() == 0) {
                 ptx::acquire_map(map);
                 ptx::store_box(map, staged, i32(piece.columns.begin), i32(to.first_row(piece)));
             }
             return map != nullptr;
-        };
+        }
+    };
+
+    static MK_DEVICE void store(Shared& shared, Launch self, u32 consumer) {
+        const Sink& sink = shared.sink;
+        const u32 lane = self.agent().lane();
+        Storer storer{shared, self, consumer};
 
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
             if (idle(tile, consumer)) continue;
             const Tile part = half(tile, consumer);
-            // start(piece, its strip, its number) stores it, or starts to.
-            auto each_strip = [&](u32 wide, auto start) {
-                Span stored(self, lane == 0, Traced::store, part);
-                const u32 across = width(tile) / sides / wide;
-#pragma unroll 1
-                for (u32 i = 0; i < blocks * across; ++i, turn.advance()) {
-                    const Tile piece{part.source, part_of(part.rows, i / across * strip_rows, strip_rows),
-                                     part_of(part.columns, i % across * wide, wide)};
-                    const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
-                    u64* ready = &shared.ready[consumer][turn.slot];
-                    while (unread > 0 && !self.agent().any(ptx::completed(ready, turn.parity))) free_oldest();
-                    ptx::wait(ready, turn.parity);
-                    if (i == 0) stored.begin();
-                    if (!empty) start(piece, shared.staged[consumer][turn.slot], i);
-                    __syncwarp();
-                    ptx::commit_stores();
-                    ++unread, ++behind;
-                }
-            };
+            Span stored(self, lane == 0, Traced::store, part);
 
             if constexpr (fragments)
-                if (unsaid && self.agent().any(sink.may_wait(self, part)))  // for peers who wait for that signal
-                    while (unread > 0) free_oldest();
+                if (storer.unsaid && self.agent().any(sink.may_wait(self, part)))  // for peers who wait for that signal
+                    while (storer.unread > 0) storer.free_oldest();
             if (!sink.begin(self, part)) fail(shared);
             if constexpr (fragments) {
                 using Results = Strip<typename Sink::Result>;
@@ -626,30 +637,30 @@ public:
                     shared.addends[consumer] = sink.addends(self, part);
                     ptx::arrive(&shared.awaited[consumer]);
                 }
-                each_strip(own ? Results::columns : Strip<typename Sink::Partial>::columns,
-                           [&](const Tile& piece, u8* staged, u32 i) {
+                const u32 wide = own ? Results::columns : Strip<typename Sink::Partial>::columns;
+                storer.each_strip(part, width(tile) / sides / wide, wide, stored, [&](const Tile& piece, u8* staged, u32 i) {
                     if (has_failed(shared)) self.drop();
                     for (u64 to = lane; self.live() && to < receivers; to += self.agent().lanes())
                         ptx::store_bulk((to == lane ? nearest : sink.slot(self, part, to)) + i * Results::bytes, staged,
                                         Results::bytes);
-                    if (own && !store_mapped(sink.results(), piece, staged))
+                    if (own && !storer.store_mapped(sink.results(), piece, staged))
                         sink.results().deliver(self, piece, Results{staged});
                 });
-                while (unsaid) free_oldest();
-                sent = part, unsaid = receivers > 0, behind = 0;
+                while (storer.unsaid) storer.free_oldest();
+                storer.sent = part, storer.unsaid = receivers > 0, storer.behind = 0;
             } else {
                 const u32 wide = Strip<Out>::columns, across = width(tile) / sides / wide;
                 const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
                                  u32(ceil_div(part.columns.size(), wide) - 1);
-                each_strip(wide, [&](const Tile& piece, u8* staged, u32 i) {
-                    if (store_mapped(sink, piece, staged)) return;
+                storer.each_strip(part, across, wide, stored, [&](const Tile& piece, u8* staged, u32 i) {
+                    if (storer.store_mapped(sink, piece, staged)) return;
                     if (has_failed(shared)) self.drop();
                     const Completed done = sink.deliver(self, piece, Strip<Out>{staged});
                     if (i == last) sink.end(self, part, done);
                 });
             }
         }
-        while (unread > 0) free_oldest();  // the end of the kernel completes what is still being written
+        while (storer.unread > 0) storer.free_oldest();  // the end of the kernel completes what is still being written
     }
 
     // `length` of a range, from an offset on; of no or negative size behind its end.
