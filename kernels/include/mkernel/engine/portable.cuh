@@ -241,7 +241,9 @@ public:
             const Order& order = shared.order[turn.slot];
             ptx::wait(&shared.given[turn.slot], turn.parity);
             if (!order.any) return;
-            Span computed(launch, own_thread() % warp_size == 0, Traced::compute, part_of(order.tile, own_consumer()));
+            const Tile part = part_of(order.tile, own_consumer());
+            const bool some = part.rows.size() > 0 && part.columns.size() > 0;
+            Span computed(launch, own_thread() % warp_size == 0 && some, Traced::compute, part);
             Sums sums = {};
             if (order.a.along_k)
                 order.b.along_k ? multiply<true, true>(sums, shared, count)
