@@ -189,11 +189,12 @@ def test_attention_compiles_without_spills(architecture, dtype, columns):
     assert found is None, found
 
 
-# With 256 columns the lane that loads has only the registers that consumers leave it.
+# Bytes that movers lack registers for with NVRTC 12, and with 256 columns the lane that loads,
+# which has the registers that consumers leave it.
 HOPPER_MAY_SPILL = [
-    ("bfloat16", 64, 0),
-    ("float16", 96, 0),
-    ("bfloat16", 128, 0),
+    ("bfloat16", 64, 16),
+    ("float16", 96, 16),
+    ("bfloat16", 128, 16),
     ("float16", 256, 192),
 ]
 
