@@ -49,7 +49,7 @@ public:
         self.warp_ = agent().part();
         const Scratch all = agent().scratch();
         const u64 room = all.bytes / mover_warps_ / scratch_alignment * scratch_alignment;
-        return !agent().any(!work(self, Scratch{all.data + self.warp_ * room, room}));
+        return !agent().any(!apart(self, Scratch{all.data + self.warp_ * room, room}, work));
     }
 
     // This agent, or warp of a mover, among those of its role.
@@ -74,6 +74,10 @@ public:
     }
 
 private:
+    template <class Work>
+    static MK_DEVICE_APART bool apart(Launch launch, Scratch scratch, Work work) {
+        return work(launch, scratch);
+    }
     template <class Work>
     static MK_DEVICE_APART bool done(Launch launch, Work work) {
         work(launch);
