@@ -1,6 +1,6 @@
 // ring_attention: softmax(Q K^T) V, where every rank holds some positions of the sequence.
-//   movers   tell the peers where this rank's keys and values are, and bring the peers' here, a head (a unit) after the
-//            other, each from rank - 1 first, into a window of a few units
+//   movers   tell the peers where this rank's keys and values are, and all their warps bring the peers' here, a head (a
+//            unit) after the other, each from rank - 1 first, into a window of a few units
 //   compute  keeps a tile of queries, walks over all keys and values that it sees, own ones first, as soon as they have
 //            arrived (online softmax), and stores the tile once
 // Where there is more than one node:
@@ -20,12 +20,13 @@ using Type = MK_TYPE;
 
 MK_KERNEL(ring_attention, RingAttentionParams, p) {
     const RingAttentionPlan& plan = *p.plan;
-    Launch launch(p.world, plan.split);
+    Launch launch(p.world, plan.split, Agent::warps);
     const u64 rank = launch.rank();
     Window<Type> window(launch, plan);
 
-    if (launch.is(Role::mover)) {
-        Courier<> courier(launch, launch.agent().scratch());
+    auto bring_heads = [&](Launch launch, Scratch scratch) {
+        Window<Type> window(launch, plan);
+        Courier<> courier(launch, scratch);
         if (launch.member() == 0) {
             if (launch.agent().lane() == 0) *p.shown = p.own;
             launch.announce(p.message);
@@ -49,7 +50,9 @@ MK_KERNEL(ring_attention, RingAttentionParams, p) {
         window.finish(courier);
         for (u64 peer : RingOrder(rank, launch.size(), launch.node())) launch.await_call(peer, plan.digest);
         for (u64 i = 1; i < launch.node().size; ++i) launch.have_read(launch.neighbour(i), launch.readers());
-    }
+        return launch.live();
+    };
+    if (launch.is(Role::mover) && !launch.by_warps(bring_heads)) launch.drop();
     if (several_nodes && launch.is(Role::inter_send)) NodeWindow<Type>(launch, plan).send(p.message, p.own);
     if (several_nodes && launch.is(Role::inter_receive)) NodeWindow<Type>(launch, plan).receive(plan.digest);
 

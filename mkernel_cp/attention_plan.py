@@ -19,6 +19,7 @@ from .topology import LETTER_BYTES, Topology
 LAYOUTS = ("contiguous", "zigzag")
 COLUMNS = (64, 128, 256)  # of a head, that engines of GPUs are compiled for: others take the next
 HOPPER_COLUMNS = (64, 96, 128, 256)
+_HOPPER_NVRTC = 12, 8  # the oldest that compiles that engine well
 MOST_COLUMNS = COLUMNS[-1]
 MOST_COMPUTE_AGENTS = 1024
 _ALIGNMENT = 256
@@ -517,8 +518,11 @@ def attention_tiles(dtype: np.dtype, gpu: Gpu) -> list[PortableAttentionTile | H
 
 
 def _has_hopper(dtype: np.dtype, gpu: Gpu) -> bool:
-    """Return whether there is the engine `hopper`: NVRTC 12 has too few registers for it."""
-    return gpu.arch == "sm_90a" and dtype.itemsize == 2 and gpu.nvrtc >= 13
+    """Return whether there is the engine `hopper`.
+
+    For an older NVRTC its consumers have too few registers: their multiplies would not overlap.
+    """
+    return gpu.arch == "sm_90a" and dtype.itemsize == 2 and gpu.nvrtc >= _HOPPER_NVRTC
 
 
 def choose_attention_tile(

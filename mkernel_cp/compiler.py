@@ -284,10 +284,11 @@ def nvrtc() -> types.ModuleType:
     return module
 
 
-def nvrtc_series() -> int:
-    """Return the first number of NVRTC's version."""
+def nvrtc_version() -> tuple[int, int]:
+    """Return NVRTC's version."""
     module = nvrtc()
-    return _answer(module, module.nvrtcVersion())[0]
+    major, minor = _answer(module, module.nvrtcVersion())
+    return major, minor
 
 
 def nvrtc_compile(

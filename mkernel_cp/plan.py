@@ -160,14 +160,14 @@ class Gpu:
         Multiprocessors.
     shared_bytes : int
         The most shared memory of a thread block.
-    nvrtc : int
-        Series of the compiler.
+    nvrtc : tuple of int
+        Version of the compiler.
     """
 
     arch: str
     processors: int
     shared_bytes: int
-    nvrtc: int = 13
+    nvrtc: tuple[int, int] = (13, 0)
 
 
 # What engine/portable.cuh has in shared memory besides panels: strips of the result, one for each

@@ -975,6 +975,11 @@ for name, (file, old, new) in {
         "",
     ),
     "courier: signal before the bytes": ("../courier.cuh", "ptx::wait_stores<0>();", ""),
+    "courier: lines that lie apart stored as one": (
+        "../courier.cuh",
+        "dense = to.pitch == bytes;",
+        "dense = true;",
+    ),
     "courier: slot loaded while it is stored": (
         "../courier.cuh",
         "ptx::wait_stores_read<1>();  // the store",

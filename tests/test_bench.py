@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import sys
 import types
 
 import numpy as np
@@ -469,3 +470,31 @@ def test_no_nccl_is_a_configuration_error(monkeypatch):
     monkeypatch.setattr(baselines.importlib, "import_module", load)
     with pytest.raises(ConfigurationError, match=r"no nccl\.core.*pip install nvidia-nccl-cu1"):
         baselines.gather_for(COMM)
+
+
+class FakeCuda:
+    """Streams of PyTorch by their handles; as there, that of the null stream is not wrapped."""
+
+    class ExternalStream:
+        def __init__(self, handle, device):
+            self.handle = handle or 999
+
+    @staticmethod
+    def default_stream(device):
+        return types.SimpleNamespace(handle=0)
+
+    @staticmethod
+    def stream(stream):
+        return stream.handle
+
+
+@pytest.mark.parametrize("handle", [0, 2, 4096])
+def test_pytorch_works_on_the_current_stream_of_cupy(monkeypatch, handle):
+    torch = types.SimpleNamespace(cuda=FakeCuda, device=lambda *words: words)
+    cuda = types.SimpleNamespace(
+        runtime=types.SimpleNamespace(getDevice=lambda: 1),
+        get_current_stream=lambda: types.SimpleNamespace(ptr=handle),
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    assert baselines.Torch().on_current_stream() == handle

@@ -400,8 +400,11 @@ def test_compile_has_the_kernels_of_attention_that_plans_take(arch, kib):
     gpu = plan.Gpu(arch, 100, kib << 10)
     tile = choose_attention_tile(0, attention, plan.Options(), gpu)
     assert {"MK_TYPE": "float16", **tile.defines(attention.dtype)} in kernels
-    older = dataclasses.replace(gpu, nvrtc=12)
-    assert choose_attention_tile(0, attention, plan.Options(), older).engine == "portable"
+    columns_of_8 = dataclasses.replace(attention, columns=96)
+    for version, engine in (((12, 6), "portable"), ((12, 8), "hopper"), ((13, 0), "hopper")):
+        other = dataclasses.replace(gpu, nvrtc=version)
+        chosen = choose_attention_tile(0, columns_of_8, plan.Options(), other)
+        assert chosen.engine == (engine if arch == "sm_90a" else "portable")
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4"])

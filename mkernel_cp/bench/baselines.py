@@ -120,6 +120,33 @@ class CublasGemm:
         return out
 
 
+class Torch:
+    """PyTorch on the arrays and streams of CuPy.
+
+    Attributes
+    ----------
+    module : module
+    device : torch.device
+    """
+
+    def __init__(self) -> None:
+        self.module = importlib.import_module("torch")
+        self._cuda = importlib.import_module("cupy").cuda
+        self.device = self.module.device("cuda", self._cuda.runtime.getDevice())
+
+    def on_current_stream(self) -> Any:
+        """Return a context in which work is queued on CuPy's current stream."""
+        cuda, current = self.module.cuda, self._cuda.get_current_stream().ptr
+        if current:
+            return cuda.stream(cuda.ExternalStream(current, device=self.device))
+        return cuda.stream(cuda.default_stream(self.device))  # ExternalStream(0) is some other one
+
+    def tensor(self, array: Any) -> Any:
+        """Return a tensor in the place of an array."""
+        bits = self.module.as_tensor(array.view(f"i{array.itemsize}"), device=self.device)
+        return bits.view(getattr(self.module, array.dtype.name))
+
+
 # --- one after the other --------------------------------------------------------------------------
 
 Gather = Callable[[Any, Any, Sequence[int]], None]
@@ -388,19 +415,16 @@ class AsyncTensorParallel:
     module = "torch.distributed._symmetric_memory"
 
     def __init__(self, comm: Communicator):
-        self._torch = torch = importlib.import_module("torch")
+        self._torch = Torch()
         self._distributed = importlib.import_module("torch.distributed")
-        current = importlib.import_module("cupy").cuda
-        self._device = torch.device("cuda", current.runtime.getDevice())
-        self._current_stream = current.get_current_stream
-        torch.cuda.set_device(self._device)
+        self._torch.module.cuda.set_device(self._torch.device)
         port = comm.agree("to start PyTorch", _free_port)[0]
         self._distributed.init_process_group(
             "nccl",
             init_method=f"tcp://127.0.0.1:{port}",
             rank=comm.rank,
             world_size=comm.size,
-            device_id=self._device,
+            device_id=self._torch.device,
         )
         self._group = self._distributed.group.WORLD.group_name
         with warnings.catch_warnings():
@@ -411,14 +435,13 @@ class AsyncTensorParallel:
         """Return the call for these operands; its result is an array of integers, bit by bit."""
         if len(set(sets[0].row_counts)) > 1:
             raise ValueError("needs the same number of rows on every rank")
-        torch = self._torch
-        operands = [(self._tensor(one.own), self._tensor(one.b)) for one in sets]
+        torch, tensor = self._torch.module, self._torch.tensor
+        operands = [(tensor(one.own), tensor(one.b)) for one in sets]
         bits = getattr(torch, f"int{8 * sets[0].b.itemsize}")
-        stream = torch.cuda.ExternalStream(self._current_stream().ptr, device=self._device)
 
         def call(number: int) -> Any:
             a, b = operands[number % len(operands)]
-            with torch.cuda.stream(stream):
+            with self._torch.on_current_stream():
                 if operator == "allgather_gemm":
                     _, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, self._group)
                 else:
@@ -427,11 +450,6 @@ class AsyncTensorParallel:
             return out.view(bits)
 
         return call
-
-    def _tensor(self, array: Any) -> Any:
-        """Return a tensor in the place of a CuPy array."""
-        bits = self._torch.as_tensor(array.view(f"i{array.itemsize}"), device=self._device)
-        return bits.view(getattr(self._torch, array.dtype.name))
 
     def close(self) -> None:
         """Leave PyTorch's process group."""

@@ -1,7 +1,6 @@
 """The operators on experts beside grouped GEMMs alone, and between all-to-alls."""
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -163,39 +162,31 @@ class TorchMath:
     """PyTorch."""
 
     def __init__(self) -> None:
-        self._torch = torch = importlib.import_module("torch")
-        self._cuda = importlib.import_module("cupy").cuda
-        self._device = torch.device("cuda", self._cuda.runtime.getDevice())
+        self._torch = baselines.Torch()
 
     def grouped(self, a: Any, b: Any, offsets: np.ndarray) -> Callable[[], Any]:
         """Return what multiplies groups of rows; its result is an array of integers."""
-        torch, a, b = self._torch, self._tensor(a), self._tensor(b)
-        ends = torch.as_tensor(offsets[1:].astype(np.int32), device=self._device)
+        torch, a, b = self._torch.module, self._torch.tensor(a), self._torch.tensor(b)
+        ends = torch.as_tensor(offsets[1:].astype(np.int32), device=self._torch.device)
 
         def call() -> Any:
-            with self._on_current_stream():
+            with self._torch.on_current_stream():
                 return torch._grouped_mm(a, b, offs=ends).view(torch.int16)
 
         return call
 
     def gate(self, both: Any, hidden: Any) -> None:
-        gate, up = self._tensor(both).chunk(2, 1)
-        with self._on_current_stream():
-            self._torch.mul(self._torch.nn.functional.silu(gate), up, out=self._tensor(hidden))
+        torch, to = self._torch.module, self._torch.tensor(hidden)
+        gate, up = self._torch.tensor(both).chunk(2, 1)
+        with self._torch.on_current_stream():
+            torch.mul(torch.nn.functional.silu(gate), up, out=to)
 
     def add(self, rows: Any, weights: Any, out: Any) -> None:
-        to, factors = self._tensor(out), self._torch.as_tensor(weights, device=self._device)
-        groups = self._tensor(rows).view(*factors.shape, to.shape[1])
-        with self._on_current_stream():
-            self._torch.bmm(factors.to(groups.dtype)[:, None], groups, out=to[:, None])
-
-    def _on_current_stream(self) -> Any:
-        stream = self._cuda.get_current_stream().ptr
-        return self._torch.cuda.stream(self._torch.cuda.ExternalStream(stream, device=self._device))
-
-    def _tensor(self, array: Any) -> Any:
-        bits = self._torch.as_tensor(array.view("i2"), device=self._device)
-        return bits.view(getattr(self._torch, array.dtype.name))
+        torch, to = self._torch.module, self._torch.tensor(out)
+        with self._torch.on_current_stream():
+            factors = torch.as_tensor(weights, device=self._torch.device)
+            groups = self._torch.tensor(rows).view(*factors.shape, to.shape[1])
+            torch.bmm(factors.to(groups.dtype)[:, None], groups, out=to[:, None])
 
 
 class ExpertsBench(OperatorBench):

@@ -64,6 +64,10 @@ class NumpyAttention:
 
     numpy: Any = np
 
+    def queued(self) -> contextlib.AbstractContextManager:
+        """Return a context in which all its work is done in the order of the caller's."""
+        return contextlib.nullcontext()
+
     def __call__(self, q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
         """Return (B, Hq, Sq, D) and the log-sum-exp; if causal, the last query sees all keys."""
         wide = reference.accumulator_dtype(q.dtype)
@@ -86,37 +90,24 @@ class TorchAttention:
     """Attention of PyTorch: cuDNN's, and for causal masks FlashAttention's."""
 
     def __init__(self) -> None:
-        self.numpy = self._torch = importlib.import_module("torch")
-        runtime = importlib.import_module("cupy").cuda.runtime
-        self._device = self._torch.device("cuda", runtime.getDevice())
+        self._torch = baselines.Torch()
+        self.numpy, self.queued = self._torch.module, self._torch.on_current_stream
 
     def __call__(self, q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
         group = q.shape[2] // k.shape[2]
-        q, k, v = (self._tensor(x).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (self._torch.tensor(x).transpose(1, 2) for x in (q, k, v))
         if group > 1:
             k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        aten = self._torch.ops.aten
-        with self._on_current_stream():
-            if causal:
-                found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-            else:
-                found = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
+        aten = self._torch.module.ops.aten
+        if causal:
+            found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+        else:
+            found = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
         out, lse = found[:2]
         return out, lse.reshape(out.shape[:-1])
 
     def store(self, result: Any, to: Any) -> None:
-        with self._on_current_stream():
-            self._tensor(to).copy_(result.transpose(1, 2))
-
-    def _on_current_stream(self) -> Any:
-        current = importlib.import_module("cupy").cuda.get_current_stream()
-        stream = self._torch.cuda.ExternalStream(current.ptr, device=self._device)
-        return self._torch.cuda.stream(stream)
-
-    def _tensor(self, array: Any) -> Any:
-        """Return a tensor in the place of a CuPy array."""
-        bits = self._torch.as_tensor(array.view(f"i{array.itemsize}"), device=self._device)
-        return bits.view(getattr(self._torch, array.dtype.name))
+        self._torch.tensor(to).copy_(result.transpose(1, 2))
 
 
 # --- exchanges around a ring ----------------------------------------------------------------------
@@ -261,11 +252,12 @@ class RingAttentionBench:
         attend = self._available(self._attend)
         parts = self._own
         length = one.q.shape[1] // len(parts)
-        for number, part in enumerate(parts):
-            own = slice(number * length, (number + 1) * length)
-            k, v = one.whole[:, :, : (part + 1) * length] if self._causal else one.whole
-            result, _ = attend(one.q[:, own], k, v, self._causal)
-            attend.store(result, one.out[:, own])
+        with attend.queued():
+            for number, part in enumerate(parts):
+                own = slice(number * length, (number + 1) * length)
+                k, v = one.whole[:, :, : (part + 1) * length] if self._causal else one.whole
+                result, _ = attend(one.q[:, own], k, v, self._causal)
+                attend.store(result, one.out[:, own])
         return one.out
 
     def _engine(self, sets: Sequence[Operands]) -> Call:
@@ -300,22 +292,23 @@ class RingAttentionBench:
             own, kv = self._parts(comm.rank), one.kv
             length = one.q.shape[1] // len(own)
             merged: list[Any] = [None] * len(own)
-            for step in range(comm.size):
-                if step + 1 < comm.size:
-                    exchange.start(kv, rooms[step % 2])
-                for i, query in enumerate(own):
-                    for j, part in enumerate(self._parts((comm.rank - step) % comm.size)):
-                        if self._causal and part > query:
-                            continue
-                        q = one.q[:, i * length : (i + 1) * length]
-                        k, v = kv[:, :, j * length : (j + 1) * length]
-                        found = attend(q, k, v, self._causal and part == query)
-                        merged[i] = merge(attend.numpy, merged[i], found)
-                if step + 1 < comm.size:
-                    exchange.wait()
-                    kv = rooms[step % 2]
-            for i, (out, _) in enumerate(merged):
-                attend.store(out, one.out[:, i * length : (i + 1) * length])
+            with attend.queued():
+                for step in range(comm.size):
+                    if step + 1 < comm.size:
+                        exchange.start(kv, rooms[step % 2])
+                    for i, query in enumerate(own):
+                        for j, part in enumerate(self._parts((comm.rank - step) % comm.size)):
+                            if self._causal and part > query:
+                                continue
+                            q = one.q[:, i * length : (i + 1) * length]
+                            k, v = kv[:, :, j * length : (j + 1) * length]
+                            found = attend(q, k, v, self._causal and part == query)
+                            merged[i] = merge(attend.numpy, merged[i], found)
+                    if step + 1 < comm.size:
+                        exchange.wait()
+                        kv = rooms[step % 2]
+                for i, (out, _) in enumerate(merged):
+                    attend.store(out, one.out[:, i * length : (i + 1) * length])
             return one.out
 
         return run

@@ -33,7 +33,7 @@ def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
     layer of experts one for each activation, whose sums travel in the dtype of the operands.
     """
     kib = _SHARED_KIB.get(arch[3:].rstrip("af"), _SHARED_KIB_OF_OTHERS)
-    gpu = plan.Gpu(arch, 0, kib << 10, compiler.nvrtc_series())
+    gpu = plan.Gpu(arch, 0, kib << 10, compiler.nvrtc_version())
     if operator == "ring_attention":
         return [
             {"MK_TYPE": plan.cpp_type(dtype), **tile.defines(dtype)}

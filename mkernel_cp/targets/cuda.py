@@ -865,7 +865,7 @@ def _survey(runtime: Any, device: int | None, rank: int) -> _Survey:
         name,
         plan.Gpu(
             *(arch, own["multiProcessorCount"], own["sharedMemPerBlockOptin"]),
-            compiler.nvrtc_series(),
+            compiler.nvrtc_version(),
         ),
         {
             other["uuid"].hex(): bool(runtime.deviceCanAccessPeer(device, index))

@@ -11,8 +11,6 @@ using emulation::block;
 
 inline u32 opaque(u32 value) { return value; }
 inline void settle(float) {}
-template <class Object>
-void keep_in_memory(Object&) {}
 
 #ifdef MK_ENGINE_HOPPER
 constexpr bool registers_move = true;

@@ -249,10 +249,12 @@ public:
         ++events_;
     }
 
-    // Of a wait for something outside, which has a deadline: the others go on, or if none can, threads of other blocks.
+    // Of a wait for something outside, which has a deadline: the others go on, or if none can, threads of other blocks. It
+    // is no event: what is done only when all wait may be what others here wait for.
     void pause(u32 spins) {
         if (events_ == paused_) host::host_pause(spins);
-        paused_ = ++events_;
+        paused_ = events_;
+        cluster_->busy_ns = host::now_ns();
         yield();
     }
 

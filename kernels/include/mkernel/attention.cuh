@@ -154,6 +154,8 @@ public:
     // from(positions of the run, part, signal): Lines, whose data are null to end it all.
     template <bool aligned, class From>
     MK_DEVICE void pull(Courier<aligned>& courier, Unit unit, const Run& run, From from) {
+        keep_in_memory(launch_);  // registers are for what is copied
+        keep_in_memory(from);
         const i64 line = columns_ * i64(sizeof(T));
         const bool leads = launch_.agent().lane() == 0;
         each_chunk(unit, run, launch_.member(), launch_.members(), [&](Range positions, Part part, u64 index) {

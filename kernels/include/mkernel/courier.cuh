@@ -93,7 +93,8 @@ private:
     MK_DEVICE void load(Lines to, Lines from, u32 lines, u32 bytes, u64* signal) {
         ptx::wait_stores_read<1>();  // the store before the last one was of this slot
         Slot& slot = state_.slot[state_.in];
-        slot.to = to, slot.lines = lines, slot.bytes = bytes, slot.signal = signal;
+        const bool dense = to.pitch == bytes;  // where lines follow each other, one store does for all
+        slot.to = to, slot.lines = dense ? 1 : lines, slot.bytes = dense ? lines * bytes : bytes, slot.signal = signal;
         ptx::arrive_expect(&slot.loaded, lines * bytes);
         u8* there = piece(state_.in);
         MK_NO_UNROLL

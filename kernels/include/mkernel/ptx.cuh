@@ -21,10 +21,6 @@ MK_DEVICE void settle(float number) {
     asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never trap;\n}" ::"f"(number) : "memory");
 }
 
-// From here on the object, and what it refers to, is in memory: no registers are kept for it.
-template <class Object>
-MK_DEVICE void keep_in_memory(Object& object) { asm volatile("" ::"l"(&object) : "memory"); }
-
 // --- registers
 
 // Whether warps of a block can have different numbers of registers.

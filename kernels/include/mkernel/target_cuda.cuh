@@ -150,6 +150,10 @@ MK_DEVICE u64 now_ns() {
     return time;
 }
 
+// From here on the object, and what it refers to, is in memory: no registers are kept for it.
+template <class Object>
+MK_DEVICE void keep_in_memory(Object& object) { asm volatile("" ::"l"(&object) : "memory"); }
+
 MK_DEVICE void pause(u32 spins) { __nanosleep(spins < 64 ? 20 : 100); }
 
 // Where a test may make a thread lose its turn; the GPU's own scheduler needs no help.

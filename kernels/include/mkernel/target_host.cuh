@@ -104,6 +104,10 @@ inline bool compare_exchange(u64* word, u64 expected, u64 value) {
 inline void set_bits(u32* word, u32 bits) { __atomic_fetch_or(word, bits, __ATOMIC_RELAXED); }
 inline u32 lowest_bit(u32 bits) { return u32(__builtin_ctz(bits)); }
 
+// Of use where registers are scarce.
+template <class Object>
+void keep_in_memory(Object&) {}
+
 inline u64 now_ns() { return host::now_ns(); }
 inline void pause(u32 spins) { host::pause(spins); }
 inline void interleave() { host::interleave(); }

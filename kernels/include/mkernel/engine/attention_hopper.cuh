@@ -101,10 +101,10 @@ public:
         ptx::acquire_map(&plan.window.map);
         for (Unit unit : Units(plan)) {
             QueryTiles own(plan, unit, launch.member(), launch.members());
-            ptx::keep_in_memory(unit);
-            ptx::keep_in_memory(own);
+            keep_in_memory(unit);
+            keep_in_memory(own);
             for (QueryTile tile : own) {
-                ptx::keep_in_memory(tile);
+                keep_in_memory(tile);
                 ptx::wait(&shared.ended, tiles.parity ^ 1);
                 shared.unit = unit, shared.tile = tile, shared.more = true;
                 ptx::arrive_expect(&shared.begun, queries_bytes);
@@ -526,24 +526,25 @@ MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const He
     const u32 warpgroup = threadIdx.x / 128;
 
     // What few threads have use for is not to take registers from sums.
-    ptx::keep_in_memory(launch);
-    ptx::keep_in_memory(source);
-    ptx::keep_in_memory(gate);
-    ptx::keep_in_memory(sink);
-    ptx::keep_in_memory(leave);
+    keep_in_memory(launch);
+    keep_in_memory(source);
+    keep_in_memory(gate);
+    keep_in_memory(sink);
+    keep_in_memory(leave);
     if (threadIdx.x == 0) Engine::init(shared, plan, launch.live());
     __syncthreads();
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers>();
         if (threadIdx.x == 0) Engine::produce(shared, launch, plan, q, source, gate, leave);
         __syncwarp();
-        ptx::grow_registers<launch_registers>();  // what follows is written for all threads
     } else {
         ptx::grow_registers<consumer_registers>();
         Engine::consume(shared, launch, sink);
-        ptx::shrink_registers<launch_registers>();
     }
     __syncthreads();
+    // What follows is written for all threads. Where the paths have met: before, consumers would multiply with so few.
+    if (warpgroup == 0) ptx::grow_registers<launch_registers>();
+    else ptx::shrink_registers<launch_registers>();
     if (threadIdx.x == 0) Engine::retire(shared);
     if (shared.failed) launch.drop();
 }

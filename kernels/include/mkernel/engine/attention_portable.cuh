@@ -538,19 +538,19 @@ MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const He
     const bool leads = threadIdx.x == 0;
 
     // What few threads have use for is not to take registers from sums.
-    ptx::keep_in_memory(launch);
-    ptx::keep_in_memory(source);
-    ptx::keep_in_memory(gate);
-    ptx::keep_in_memory(sink);
-    ptx::keep_in_memory(leave);
+    keep_in_memory(launch);
+    keep_in_memory(source);
+    keep_in_memory(gate);
+    keep_in_memory(sink);
+    keep_in_memory(leave);
     if (leads) Engine::init(shared, plan, launch.live());
     __syncthreads();
     for (Unit unit : Units(plan)) {
         QueryTiles tiles(plan, unit, launch.member(), launch.members());
-        ptx::keep_in_memory(unit);
-        ptx::keep_in_memory(tiles);
+        keep_in_memory(unit);
+        keep_in_memory(tiles);
         for (QueryTile tile : tiles) {
-            ptx::keep_in_memory(tile);
+            keep_in_memory(tile);
             const Tile traced{launch.rank(), tile.rows, {tile.head, tile.head + 1}};
             Span computed(launch, leads, Traced::compute, traced);
             Engine::work(shared, q, unit, tile, launch.agent().alone(), source, gate, sink);

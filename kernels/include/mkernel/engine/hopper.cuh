@@ -683,9 +683,9 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
 
     if constexpr (Engine::gathers) {  // what consumers have no use for is not to take registers from them
-        ptx::keep_in_memory(launch);
-        ptx::keep_in_memory(source);
-        ptx::keep_in_memory(gate);
+        keep_in_memory(launch);
+        keep_in_memory(source);
+        keep_in_memory(gate);
     }
     if (threadIdx.x == 0) Engine::init(shared, schedule, sink, launch.live());
     Engine::sync();

@@ -415,9 +415,9 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
     const u32 warp = __shfl_sync(~0u, threadIdx.x / warp_size, 0);
 
     // What consumers have no use for, but what follows has, is not to take registers from them.
-    ptx::keep_in_memory(launch);
-    ptx::keep_in_memory(source);
-    ptx::keep_in_memory(gate);
+    keep_in_memory(launch);
+    keep_in_memory(source);
+    keep_in_memory(gate);
     if (threadIdx.x == 0) Engine::init(shared, schedule, sink, depth, launch.live());
     __syncthreads();
     if (warp < producers) {
