@@ -132,7 +132,8 @@ HALVES = [pair for pair in TYPES if "16" in pair[0]]
 )
 def test_compiles_with_the_hopper_engine(name, types, cluster):
     """Neither serialised multiplies nor a dropped setmaxnreg, which ptxas only mentions."""
-    cubin, log = compile_kernel(name, "sm_90a", hopper(types, cluster))
+    on_their_way = {} if name == "allgather_gemm" else {"MK_TRANSFER_TYPE": types[1]}
+    cubin, log = compile_kernel(name, "sm_90a", hopper(types, cluster) | on_their_way)
     found = complaint(cubin, log, name)
     assert found is None, found
     stack = int(re.search(r"(\d+) bytes stack frame", log)[1])

@@ -367,6 +367,7 @@ public:
             const bool own = is_own(shared.sink, launch, whole);  // looked up while others load
             Span computed(launch, threadIdx.x % 128 == 0, Traced::compute, half(share(whole), consumer));
             const u32 wanted = width(whole);
+            if (fragments) clear(sums);  // there may be no terms
             if (panels > 0) ptx::wait(&shared.loaded[turn.slot], turn.parity);
             computed.begin();
             if (wanted == columns) multiply<columns>(sums, shared, turn, panels, a_first, b_first, release);
@@ -378,7 +379,6 @@ public:
             if constexpr (!fragments) {
                 stage_results(shared, consumer, strip, wanted, sums, panels == 0);
             } else {
-                if (panels == 0) clear(sums);
                 if (own) stage_totals(shared, consumer, strip, awaited, sums);
                 else stage_partials(shared, consumer, strip, sums);
             }
@@ -397,14 +397,12 @@ public:
         });
     }
 
-    // The same of another's tile, as fragments, which its owner adds.
+    // The same of another's tile, as fragments, which its owner adds. After a failure nothing is sent.
     static MK_DEVICE void stage_partials(Shared& shared, u32 consumer, Turn<strips>& strip,
                                          const float (&sums)[blocks][columns / 2]) {
         using Partial = typename Sink::Partial;
-        const bool failed = has_failed(shared);  // then nothing is sent
-        fill_strips<Partial>(shared, consumer, strip, columns, [&](u8* to, u32 i, u32 column) {
-            if (!failed) hold<Partial>(to, &sums[i][column / 2]);
-        });
+        fill_strips<Partial>(shared, consumer, strip, columns,
+                             [&](u8* to, u32 i, u32 column) { hold<Partial>(to, &sums[i][column / 2]); });
     }
 
     // The same of an own tile, to which such fragments are added when they are there.
