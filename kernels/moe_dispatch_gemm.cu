@@ -58,18 +58,14 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     };
     auto nodes = [&] { return NodeDispatch(launch, plan.routing, plan.landing, plan.nodes); };
 
-    if (launch.is(Role::mover)) {
-        meet(launch);
+    if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0)) {
+        launch.apart(meet);
         if (!launch.by_warps(bring_tokens)) launch.drop();
     }
     if (several_nodes && launch.is(Role::inter_send)) nodes().send(p.message, p.choice, own), let_go(launch);
     if (several_nodes && launch.is(Role::inter_receive)) nodes().receive(plan.digest, [] {});
 
     if (launch.is(Role::compute)) {
-        if (plan.split.movers == 0) {
-            meet(launch);
-            if (!bring_tokens(launch, launch.agent().scratch())) launch.drop();
-        }
         Routing routing(launch, plan.routing);
         TokenLanding landing(launch, plan.routing, plan.landing, p.origins.expert_offsets);
         // Who never learns where the experts' rows are leaves NaN everywhere. Of a refused call there are none.

@@ -61,12 +61,9 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
         return self.live();
     };
 
-    if (launch.is(Role::mover)) {
-        meet(launch);
+    if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0)) {
+        launch.apart(meet);
         if (!launch.by_warps(bring_tokens)) launch.drop();
-    } else if (plan.split.movers == 0) {
-        meet(launch);
-        if (!bring_tokens(launch, launch.agent().scratch())) launch.drop();
     }
 
     auto nodes = [&] { return NodeCombine<Type, PartialType>(launch, plan.combine); };

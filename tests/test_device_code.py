@@ -36,7 +36,7 @@ MAY_SPILL = {
     ("moe_dispatch_gemm", "sm_80"): 64,
     ("moe_dispatch_gemm", "sm_90a"): 160,
     ("moe_layer", "sm_80"): 384,
-    ("moe_layer", "sm_90a"): 640,
+    ("moe_layer", "sm_90a"): 768,
 }
 ARCHITECTURES = ("sm_80", "sm_90a")
 TYPES = [

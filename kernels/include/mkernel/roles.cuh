@@ -42,14 +42,16 @@ public:
 
     // Has work(launch, scratch) done by the warps of this mover, each a member by itself with its part of the scratch
     // memory: a warp that orders what it has brought before its signal, or starts many short copies, holds up no other.
-    // Returns whether all of them succeed.
+    // Other agents do it as a whole. Returns whether all succeed.
     template <class Work>
     MK_DEVICE bool by_warps(Work work) const {
+        Scratch scratch = agent().scratch();
+        if (!is(Role::mover)) return apart(*this, scratch, work);
         Launch self = as(Agent::warp());
         self.warp_ = agent().part();
-        const Scratch all = agent().scratch();
-        const u64 room = all.bytes / mover_warps_ / scratch_alignment * scratch_alignment;
-        return !agent().any(!apart(self, Scratch{all.data + self.warp_ * room, room}, work));
+        scratch.bytes = scratch.bytes / mover_warps_ / scratch_alignment * scratch_alignment;
+        scratch.data += self.warp_ * scratch.bytes;
+        return !agent().any(!apart(self, scratch, work));
     }
 
     // This agent, or warp of a mover, among those of its role.
@@ -74,6 +76,7 @@ public:
     }
 
 private:
+    // What multiplies keeps its registers so.
     template <class Work>
     static MK_DEVICE_APART bool apart(Launch launch, Scratch scratch, Work work) {
         return work(launch, scratch);
