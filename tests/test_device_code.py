@@ -134,10 +134,9 @@ def test_compiles_with_the_hopper_engine(name, types, cluster):
     """Neither serialised multiplies nor a dropped setmaxnreg, which ptxas only mentions."""
     on_their_way = {} if name == "allgather_gemm" else {"MK_TRANSFER_TYPE": types[1]}
     cubin, log = compile_kernel(name, "sm_90a", hopper(types, cluster) | on_their_way)
-    found = complaint(cubin, log, name)
+    limit = 64 if name == "allgather_gemm" else None  # a verdict or two, between tiles
+    found = complaint(cubin, log, name, limit=limit)
     assert found is None, found
-    stack = int(re.search(r"(\d+) bytes stack frame", log)[1])
-    assert name != "allgather_gemm" or stack <= 16, log  # a verdict or two, between tiles
 
 
 def experts(dtype, other, activation="none"):

@@ -582,7 +582,7 @@ public:
 
         // start(piece, its strip, its number) stores it, or starts to.
         template <class Start>
-        MK_DEVICE void each_strip(const Tile& part, u32 across, u32 wide, Span& stored, Start start) {
+        MK_DEVICE void each_strip(const Tile& part, u32 across, u32 wide, Start start) {
 #pragma unroll 1
             for (u32 i = 0; i < blocks * across; ++i, turn.advance()) {
                 const Tile piece{part.source, part_of(part.rows, i / across * strip_rows, strip_rows),
@@ -590,7 +590,6 @@ public:
                 u64* ready = &shared.ready[consumer][turn.slot];
                 while (unread > 0 && !self.agent().any(ptx::completed(ready, turn.parity))) free_oldest();
                 ptx::wait(ready, turn.parity);
-                if (i == 0) stored.begin();
                 const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
                 if (!empty) start(piece, shared.staged[consumer][turn.slot], i);
                 __syncwarp();
@@ -636,7 +635,8 @@ public:
                     ptx::arrive(&shared.awaited[consumer]);
                 }
                 const u32 wide = own ? Results::columns : Strip<typename Sink::Partial>::columns;
-                storer.each_strip(part, width(tile) / sides / wide, wide, stored, [&](const Tile& piece, u8* staged, u32 i) {
+                storer.each_strip(part, width(tile) / sides / wide, wide, [&](const Tile& piece, u8* staged, u32 i) {
+                    if (i == 0) stored.begin();
                     if (has_failed(shared)) self.drop();
                     for (u64 to = lane; self.live() && to < receivers; to += self.agent().lanes())
                         ptx::store_bulk((to == lane ? nearest : sink.slot(self, part, to)) + i * Results::bytes, staged,
@@ -650,7 +650,8 @@ public:
                 const u32 wide = Strip<Out>::columns, across = width(tile) / sides / wide;
                 const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
                                  u32(ceil_div(part.columns.size(), wide) - 1);
-                storer.each_strip(part, across, wide, stored, [&](const Tile& piece, u8* staged, u32 i) {
+                storer.each_strip(part, across, wide, [&](const Tile& piece, u8* staged, u32 i) {
+                    if (i == 0) stored.begin();
                     if (storer.store_mapped(sink, piece, staged)) return;
                     if (has_failed(shared)) self.drop();
                     const Completed done = sink.deliver(self, piece, Strip<Out>{staged});
