@@ -58,10 +58,12 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     };
     auto nodes = [&] { return NodeDispatch(launch, plan.routing, plan.landing, plan.nodes); };
 
-    if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0)) {
-        launch.apart(meet);
-        if (!launch.by_warps(bring_tokens)) launch.drop();
-    }
+    if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0))
+        launch.apart([&](Launch& self) {
+            meet(self);
+            const bool done = self.is(Role::mover) ? self.by_warps(bring_tokens) : bring_tokens(self, self.agent().scratch());
+            if (!done) self.drop();
+        });
     if (several_nodes && launch.is(Role::inter_send)) nodes().send(p.message, p.choice, own), let_go(launch);
     if (several_nodes && launch.is(Role::inter_receive)) nodes().receive(plan.digest, [] {});
 

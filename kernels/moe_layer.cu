@@ -61,10 +61,12 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
         return self.live();
     };
 
-    if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0)) {
-        launch.apart(meet);
-        if (!launch.by_warps(bring_tokens)) launch.drop();
-    }
+    if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0))
+        launch.apart([&](Launch& self) {
+            meet(self);
+            const bool done = self.is(Role::mover) ? self.by_warps(bring_tokens) : bring_tokens(self, self.agent().scratch());
+            if (!done) self.drop();
+        });
 
     auto nodes = [&] { return NodeCombine<Type, PartialType>(launch, plan.combine); };
     auto tokens = [&] { return NodeDispatch(launch, plan.routing, plan.landing, plan.nodes); };

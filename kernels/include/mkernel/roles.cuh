@@ -42,16 +42,15 @@ public:
 
     // Has work(launch, scratch) done by the warps of this mover, each a member by itself with its part of the scratch
     // memory: a warp that orders what it has brought before its signal, or starts many short copies, holds up no other.
-    // Other agents do it as a whole. Returns whether all succeed.
+    // Returns whether all of them succeed.
     template <class Work>
     MK_DEVICE bool by_warps(Work work) const {
         Scratch scratch = agent().scratch();
-        if (!is(Role::mover)) return apart(*this, scratch, work);
         Launch self = as(Agent::warp());
         self.warp_ = agent().part();
         scratch.bytes = scratch.bytes / mover_warps_ / scratch_alignment * scratch_alignment;
         scratch.data += self.warp_ * scratch.bytes;
-        return !agent().any(!apart(self, scratch, work));
+        return !agent().any(!work(self, scratch));
     }
 
     // This agent, or warp of a mover, among those of its role.
@@ -68,7 +67,7 @@ public:
         return (split_.movers > 0 ? split_.movers * mover_warps_ : split_.compute) + (several_nodes ? 1 : 0);
     }
 
-    // Does what serves the network in a function of its own, with a launch of its own: work(launch). What multiplies keeps its
+    // Does something in a function of its own, with a launch of its own: work(launch). What multiplies keeps its
     // registers so.
     template <class Work>
     MK_DEVICE void apart(Work work) {
@@ -76,11 +75,6 @@ public:
     }
 
 private:
-    // What multiplies keeps its registers so.
-    template <class Work>
-    static MK_DEVICE_APART bool apart(Launch launch, Scratch scratch, Work work) {
-        return work(launch, scratch);
-    }
     template <class Work>
     static MK_DEVICE_APART bool done(Launch launch, Work work) {
         work(launch);
