@@ -480,7 +480,7 @@ MUTANTS = {
         "moe_dispatch_gemm.cu",
         "        if (routing.await() && !routing.refused()) {",
         "        const bool go = routing.await() && !routing.refused();\n"
-        "        for (u64 peer : RingOrder(rank, size)) self.have_read(peer, self.members());\n"
+        "        let_go(self);\n"
         "        if (go) {",
         EXPERTS,
     ),
@@ -523,8 +523,8 @@ MUTANTS = {
     ),
     "combination: sums in the rows' type": Mutant(
         "moe_combine.cu",
-        "Combination<Type, PartialType> combination",
-        "Combination<Type, Type> combination",
+        "using PartialType = MK_TRANSFER_TYPE;",
+        "using PartialType = MK_TYPE;",
         COMBINED,
     ),
     "combination: NaN after a failure": Mutant(
