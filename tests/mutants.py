@@ -90,10 +90,6 @@ RAISED = (
     "        if (parcel.last) "
     "launch_.template raise<Scope::device>(&network_.arrived[parcel.chunk], 1, copied);\n"
 )
-CREDITED = (
-    "        post(link.rank, arrival(link.number_there) + slots, 0, sizeof(Parcel), sizeof(u64), "
-    "copied);"
-)
 
 
 class Mutant(NamedTuple):
@@ -679,12 +675,6 @@ MUTANTS = {
         H + "staging.cuh",
         COPIED + RAISED,
         RAISED.replace("copied", "Completed()") + COPIED,
-        STAGED,
-    ),
-    "staging: a credit before the copy": Mutant(
-        H + "staging.cuh",
-        COPIED + RAISED + CREDITED,
-        CREDITED.replace("copied", "Completed()") + COPIED + RAISED,
         STAGED,
     ),
     "nodes: rows before the call": Mutant(
