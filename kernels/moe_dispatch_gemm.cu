@@ -34,13 +34,6 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     auto let_go = [](Launch& self) {
         for (u64 i = 1; i < self.node().size; ++i) self.have_read(self.neighbour(i), self.readers());
     };
-    auto meet = [&](Launch& self) {
-        if (self.member() > 0) return;
-        Routing routing(self, plan.routing);
-        self.announce(p.message);  // with it, the peers may read the tables too
-        routing.await_shares(plan.digest);
-        routing.agree(p.origins.expert_offsets, self.agent().scratch());
-    };
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
         if (routing.await() && !routing.refused()) {
@@ -60,7 +53,7 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
 
     if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0))
         launch.apart([&](Launch& self) {
-            meet(self);
+            Routing(self, plan.routing).meet(p.message, p.origins.expert_offsets);
             const bool done = self.is(Role::mover) ? self.by_warps(bring_tokens) : bring_tokens(self, self.agent().scratch());
             if (!done) self.drop();
         });

@@ -41,13 +41,6 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
 
     Routing(launch, plan.routing).sort(p.choice, p.tokens, launch.agent().scratch(), plan.expert_offsets);
 
-    auto meet = [&](Launch& self) {
-        if (self.member() > 0) return;
-        Routing routing(self, plan.routing);
-        self.announce(p.message);  // with it, the peers may read the tables too
-        routing.await_shares(plan.digest);
-        routing.agree(plan.expert_offsets, self.agent().scratch());
-    };
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
         if (routing.await() && !routing.refused()) {
@@ -63,7 +56,7 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
 
     if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0))
         launch.apart([&](Launch& self) {
-            meet(self);
+            Routing(self, plan.routing).meet(p.message, plan.expert_offsets);
             const bool done = self.is(Role::mover) ? self.by_warps(bring_tokens) : bring_tokens(self, self.agent().scratch());
             if (!done) self.drop();
         });

@@ -24,33 +24,33 @@ MK_KERNEL(ring_attention, RingAttentionParams, p) {
     const u64 rank = launch.rank();
     Window<Type> window(launch, plan);
 
-    auto bring_heads = [&](Launch launch, Scratch scratch) {
-        Window<Type> window(launch, plan);
-        Courier<> courier(launch, scratch);
-        if (launch.member() == 0) {
-            if (launch.agent().lane() == 0) *p.shown = p.own;
-            launch.announce(p.message);
+    auto bring_heads = [&](Launch self, Scratch scratch) {
+        Window<Type> window(self, plan);
+        Courier<> courier(self, scratch);
+        if (self.member() == 0) {
+            if (self.agent().lane() == 0) *p.shown = p.own;
+            self.announce(p.message);
         }
         for (Unit unit : Units(plan)) {
             if (!window.await_room(courier, unit)) break;
             for (const Run& run : Walk(plan)) {
-                const u64 holder = launch.holder(run.source);  // itself, or its gateway
+                const u64 holder = self.holder(run.source);  // itself, or its gateway
                 if (holder == rank) continue;
-                if (unit.index == 0 && !launch.await_call(run.source, plan.digest)) break;
+                if (unit.index == 0 && !self.await_call(run.source, plan.digest)) break;
                 KeysAndValues theirs{};
                 if (holder == run.source)
-                    theirs = *static_cast<KeysAndValues*>(launch.at(holder, launch.message_of(holder).operand));
+                    theirs = *static_cast<KeysAndValues*>(self.at(holder, self.message_of(holder).operand));
                 window.pull(courier, unit, run, [&](Range positions, Part part, u64 index) {
                     if (several_nodes && holder != run.source)
-                        return NodeWindow<Type>(launch, plan).await(unit, run, positions, part, index);
+                        return NodeWindow<Type>(self, plan).await(unit, run, positions, part, index);
                     return window.shown(theirs, unit, run, positions, part);
                 });
             }
         }
         window.finish(courier);
-        for (u64 peer : RingOrder(rank, launch.size(), launch.node())) launch.await_call(peer, plan.digest);
-        for (u64 i = 1; i < launch.node().size; ++i) launch.have_read(launch.neighbour(i), launch.readers());
-        return launch.live();
+        for (u64 peer : RingOrder(rank, self.size(), self.node())) self.await_call(peer, plan.digest);
+        for (u64 i = 1; i < self.node().size; ++i) self.have_read(self.neighbour(i), self.readers());
+        return self.live();
     };
     if (launch.is(Role::mover) && !launch.by_warps(bring_heads)) launch.drop();
     if (several_nodes && launch.is(Role::inter_send)) NodeWindow<Type>(launch, plan).send(p.message, p.own);

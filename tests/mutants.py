@@ -537,14 +537,14 @@ MUTANTS = {
     ),
     "layer: wait for what is between the products": Mutant(
         H + "activation.cuh",
-        "return launch_.wait(who, &plan_.finished[number]",
-        "return launch_.live() || launch_.wait(who, &plan_.finished[number]",
+        "const bool here = launch_.all_there(who, all.count(), 1, all);",
+        "const bool here = true;",
         LAYER,
     ),
     "layer: wait for what is between the products, sanitized": Mutant(
         H + "activation.cuh",
-        "return launch_.wait(who, &plan_.finished[number]",
-        "return launch_.live() || launch_.wait(who, &plan_.finished[number]",
+        "const bool here = launch_.all_there(who, all.count(), 1, all);",
+        "const bool here = true;",
         EXPERT_RACES,
     ),
     "layer: parts of two experts with one signal": Mutant(

@@ -36,37 +36,36 @@ public:
                                      stored);
     }
 
-    // Waits for some columns of the rows of a tile. Mostly all columns are there, and loads that do not wait for each other
-    // find that out when the first are asked for.
+    // Waits for some columns of the rows of a tile. Mostly all columns are there when the first are asked for.
     MK_DEVICE bool wait(const Agent& who, const Tile& tile, Range columns) {
         if (tile.source == known_.expert && tile.rows.begin == known_.row) return launch_.live();
-        if (columns.begin == 0 && who.lanes() == 1) {
-            bool all = true;
-            each_part(tile, {0, plan_.inner}, [&](u64 number) {
-                all = launch_.sees(&plan_.finished[number], 1) && all;
-                return true;
-            });
-            if (all) {
-                acquire_seen();
-                known_ = {tile.source, tile.rows.begin};
-                return launch_.live();
-            }
-        }
-        return each_part(tile, columns, [&](u64 number) {
-            return launch_.wait(who, &plan_.finished[number], 1, {Awaited::arrival, everyone, number});
-        }) && launch_.live();
+        const bool begins = columns.begin == 0 && who.lanes() > 1;
+        const Parts all{*this, tile, {columns.begin, begins ? plan_.inner : columns.end}}, some{*this, tile, columns};
+        const bool here = launch_.all_there(who, all.count(), 1, all);
+        if (!here && !launch_.wait_all(who, some.count(), 1, some, [&](u64 i) {
+                return Subject{Awaited::arrival, everyone, u64(some(i) - plan_.finished)};
+            }))
+            return false;
+        if (here && begins) known_ = {tile.source, tile.rows.begin};
+        return launch_.live();
     }
 
 private:
-    // visit(number) for the parts that hold some columns of the rows of a tile, until one returns false.
-    template <class Visit>
-    MK_DEVICE bool each_part(const Tile& tile, Range columns, Visit visit) const {
-        const i64 first = columns.begin / plan_.part_columns * plan_.part_columns;
-        for (i64 row = tile.rows.begin; row < tile.rows.end; row += plan_.part_rows)
-            for (i64 column = first; column < columns.end; column += plan_.part_columns)
-                if (!visit(index(tile.source, row, column))) return false;
-        return true;
-    }
+    // Those that hold some columns of the rows of a tile.
+    struct Parts {
+        const FinishedParts& of;
+        const Tile& tile;
+        Range columns;
+
+        MK_DEVICE u64 high() const { return u64(ceil_div(tile.rows.size(), of.plan_.part_rows)); }
+        MK_DEVICE i64 first() const { return columns.begin / of.plan_.part_columns * of.plan_.part_columns; }
+        MK_DEVICE u64 count() const { return high() * u64(ceil_div(columns.end - first(), of.plan_.part_columns)); }
+        MK_DEVICE u64* operator()(u64 i) const {
+            const i64 row = i64(i % high()), column = i64(i / high());
+            return &of.plan_.finished[of.index(tile.source, tile.rows.begin + row * of.plan_.part_rows,
+                                               first() + column * of.plan_.part_columns)];
+        }
+    };
 
     // No parts of two experts have one number: each expert starts one further than the rows before it say.
     MK_DEVICE u64 index(u64 expert, i64 row, i64 column) const {

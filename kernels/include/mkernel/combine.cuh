@@ -92,16 +92,21 @@ private:
                 each_column<width>([&](i64 column) {
                     Sums<width> sums;
                     add_rows<width>(sums, peer, token, column);
-                    Pack<Partial, width> partial;
-                    MK_UNROLL
-                    for (u32 i = 0; i < width; ++i) partial.elements[i] = narrow<Partial>(sums[i]);
-                    *reinterpret_cast<Pack<Partial, width>*>(to + column) = partial;
+                    put<width>(to + column, sums);
                 });
                 if (agent.lane() == 0) *sent_by(launch_.rank(), peer, token) = launch_.target(1);
             }
             u64* summed = summed_at(launch_.holder(peer), peer, launch_.rank()) + chunk;
             launch_.raise<Scope::system>(summed, 1, Writes().complete(agent));
         }
+    }
+
+    template <u32 width>
+    static MK_DEVICE void put(Partial* to, const Sums<width>& sums) {
+        Pack<Partial, width> partial;
+        MK_UNROLL
+        for (u32 i = 0; i < width; ++i) partial.elements[i] = narrow<Partial>(sums[i]);
+        *reinterpret_cast<Pack<Partial, width>*>(to) = partial;
     }
 
     template <u32 width>
@@ -119,10 +124,7 @@ private:
             each_column<width>([&](i64 column) {
                 Sums<width> sums;
                 add_node<width>(sums, source, token, column);
-                Pack<Partial, width> partial;
-                MK_UNROLL
-                for (u32 i = 0; i < width; ++i) partial.elements[i] = narrow<Partial>(sums[i]);
-                *reinterpret_cast<Pack<Partial, width>*>(to + i64(count) * plan_.n + column) = partial;
+                put<width>(to + i64(count) * plan_.n + column, sums);
             });
             ++count;
             brought += bytes_from_node(source, token);

@@ -119,6 +119,15 @@ public:
     // Waits until all agents have sorted their part.
     MK_DEVICE bool await_sorted() { return await_others(2); }
 
+    // Shows the tables to the peers with the call; and when all have called, it is known who gets what. The first member of
+    // those who bring tokens does it.
+    MK_DEVICE void meet(const CallMessage& message, i64* expert_offsets) {
+        if (launch_.member() > 0) return;
+        launch_.announce(message);
+        await_shares(message.digest);
+        agree(expert_offsets, launch_.agent().scratch());
+    }
+
     // When all peers have called: works out what each of them sends to each expert here, and where its rows begin. If one
     // has wrong ids or too many tokens, or will get too many rows, nobody gets anything, and the host is told why.
     MK_DEVICE void agree(i64* expert_offsets, Scratch scratch) {

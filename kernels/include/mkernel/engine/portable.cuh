@@ -202,8 +202,8 @@ public:
     template <class Source, class Factor, class Gate>
     static MK_DEVICE void produce(Shared& shared, Launch& launch, i64 depth, const Source& source, const Factor& factor,
                                   const Gate& gate) {
-        const Agent warp = Agent::warp(), alone = launch.agent().alone();
-        const bool first = threadIdx.x == 0;
+        const Agent warp = Agent::warp();
+        const bool first = threadIdx.x == 0, asks = threadIdx.x < warp_size;
         bool arrived = launch.live();
         Turn<stages> turn;
         Turn<orders> at;
@@ -216,7 +216,7 @@ public:
             }
 #pragma unroll 1
             for (Range k : Blocks(depth, Shape::k)) {
-                arrived = ptx::any_of_warps(1, loaders, first && arrived && gate(alone, order.tile, k));
+                arrived = ptx::any_of_warps(1, loaders, asks && arrived && gate(warp, tile, k));
                 ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
                 if (arrived) {
                     fetch<T, Shape::rows, Shape::k>(shared.a[turn.slot], order.a, k);
@@ -407,7 +407,7 @@ private:
 };
 
 // The interface is that of host.cuh, but nobody has time for anything meanwhile: a plan has movers. The gate is asked for
-// each panel, in order and ahead of the arithmetic, by thread 0. May be called again and again.
+// each panel, in order and ahead of the arithmetic, by warp 0. May be called again and again.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 depth, Source source, const Factor& b,
                     Gate gate, Sink sink, Meanwhile) {
