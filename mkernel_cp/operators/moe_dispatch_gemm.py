@@ -133,6 +133,8 @@ class DispatchLayout:
     ----------
     expert_offsets : (E_r + 1,) array of int64
         The first row of each local expert, and behind the last one the number of rows.
+    count : array of int64 without dimensions
+        The number of rows; in the memory of the others, so that nothing waits.
     source_rank, source_token, source_slot : (capacity,) array of int32
         Row i is ``x[source_token[i]]`` of rank ``source_rank[i]``, because its
         ``topk_idx[source_token[i], source_slot[i]]`` is the expert. Only as far as there are rows.
