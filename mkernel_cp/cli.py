@@ -11,7 +11,7 @@ from typing import Any
 from . import __version__
 from .bench.moe import ROUTINGS
 from .bench.records import RESULTS
-from .commands import bench, compile, demo, doctor, job, run, tune
+from .commands import bench, compile, demo, doctor, job, run, spelled, tune
 from .moe_plan import ACTIVATIONS
 from .plan import DTYPES
 
@@ -26,6 +26,7 @@ _MEASURED = {
     "moe-dispatch-gemm": ("tokens times the weights of the experts that they chose", ""),
     "moe-layer": ("what a layer of experts, with swiglu, makes of tokens", ""),
 }
+_OF_OPERATORS = "run", "bench", "tune"
 _TUNED = tuple(name for name in _MEASURED if not name.startswith("moe"))
 
 _SHAPES = {
@@ -42,6 +43,9 @@ missing."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 1 if it failed, 2 for a wrong command line."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] and argv[0] in _OF_OPERATORS:
+        argv[1:2] = map(spelled, argv[1:2])  # underscores will do
     with contextlib.ExitStack() as stack:
         if not job.speaks():
             # All ranks get the same words: one of them answers.
@@ -144,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         operator.add_argument(
             "--json",
             nargs="?",
-            const=str(RESULTS / f"{name.replace('-', '_')}.json"),
+            const=str(RESULTS / f"{bench.BENCHES[name].operator}.json"),
             metavar="PATH",
             help="write the records; without PATH where those of the package lie",
         )
@@ -178,8 +182,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--operator",
-        choices=compile.OPERATORS,
-        help="of one operator only (default: of all)",
+        type=spelled,
+        choices=[spelled(operator) for operator in compile.OPERATORS],
+        metavar="OPERATOR",
+        help="only of this one: %(choices)s",
     )
 
     commands.add_parser("doctor", help="tell what this machine has and lacks, and what mends it")
@@ -205,7 +211,7 @@ def _add_experts_run(
 ) -> Any:
     """Add an operator on experts to `run`, which takes more files than tokens and ids."""
     operator = operators.add_parser(
-        program.__name__.replace("_", "-"),
+        spelled(program.__name__),
         help=f"{what}, of .npy files",
         description=f"{what.capitalize()}. Each rank reads some of the tokens and some of the "
         "experts. A 2-byte void file is bfloat16.",
@@ -220,9 +226,8 @@ def _add_experts_run(
 
 def _add_run(operators: Any, program: Callable[..., int], how: str) -> None:
     """Add an operator to `run`."""
-    name = program.__name__.replace("_", "-")
     operator = operators.add_parser(
-        name,
+        spelled(program.__name__),
         help="C = A @ B of .npy files",
         description=f"C = A @ B. {how} A 2-byte void file is bfloat16.",
     )

@@ -67,6 +67,15 @@ def test_version():
     assert (done.returncode, done.stdout) == (0, f"mkernel_cp {mk.__version__}\n")
 
 
+@pytest.mark.parametrize("command", ["run", "bench", "tune"])
+def test_operators_are_spelled_with_dashes_or_underscores(command):
+    dashes, underscores = (
+        alone(command, name, "--help") for name in ("allgather-gemm", "allgather_gemm")
+    )
+    assert (underscores.returncode, underscores.stdout) == (0, dashes.stdout)
+    assert f"mkernel-cp {command} allgather-gemm" in dashes.stdout
+
+
 @pytest.mark.mpi
 def test_all_ranks_answer_a_wrong_command_line_with_one_voice():
     done = mpirun(3, "-m", "mkernel_cp", "run", "allgather-gemm", "A.npy", "B.npy")
@@ -381,11 +390,18 @@ def test_demo_notices_bytes_that_were_not_planned():
 @pytest.mark.nvrtc
 def test_compile_fills_the_cache_once(tmp_path):
     env = {"MKERNEL_CACHE_DIR": str(tmp_path)}
-    options = ("--arch", "sm_80", "--operator", "allgather_gemm")
-    for compiled in (7, 0):
-        done = alone("compile", *options, env=env)
-        assert done.returncode == 0, done.stderr
-        assert f"7 kernels for sm_80: {compiled} compiled" in done.stdout
+    for compiled, operator in ((7, "allgather-gemm"), (0, "allgather_gemm")):
+        done = alone("compile", "--arch", "sm_80", "--operator", operator, env=env)
+        assert (done.returncode, done.stderr) == (0, "")
+        *kernels, headings, row, last = done.stdout.splitlines()
+        assert [line.split()[:5] for line in kernels][::6] == [
+            [str(number), "of", "7", "allgather_gemm", name]
+            for number, name in ((1, "bfloat16"), (7, "tfloat32"))
+        ]
+        assert all(line.endswith(" s" if compiled else "was there") for line in kernels)
+        assert headings.split() == ["kernel", "variants", "compiled", "seconds"]
+        assert row.split()[:3] == ["allgather_gemm", "7", str(compiled)]
+        assert last.startswith(f"7 kernels for sm_80: {compiled} compiled in ")
     assert len(list(tmp_path.glob("*.cubin"))) == 7
     done = alone("compile", "--arch", "gpu", env=env)
     assert done.returncode == 1
