@@ -183,6 +183,10 @@ class GemmOperator(abc.ABC):
         """Return what the kernel, and its file, are called."""
         return self.function
 
+    def _params_name(self) -> str:
+        """Return what the struct of its parameters is called."""
+        return self.params_struct
+
     def _choose_tile(self) -> Any:
         spec, gpu = self._spec, self._comm.machine.gpu
         return plans.choose_tile(
@@ -227,7 +231,7 @@ class GemmOperator(abc.ABC):
         self._ready: dict[Any, Any] = {}
         self._arrays: dict[str, Any] = {}  # that the kernel reads
         constants = self._constants(arena, comm.segments[arena.number].address)
-        params = getattr(structures, self.params_struct)
+        params = getattr(structures, self._params_name())
         self._params = params(world=comm.world_address, plan=self._constant("plan", constants))
         self._params.message.digest = comm.digest(self._what)
 
