@@ -9,7 +9,7 @@ import numpy as np
 from .. import compiler, errors, structs
 from .. import plan as plans
 from ..communicator import Arena, Communicator
-from ..kernel import Kernel
+from ..kernel import Module
 from . import operands
 
 # Calls, by their arrays, that need not be prepared again.
@@ -116,19 +116,19 @@ class GemmOperator(abc.ABC):
     @classmethod
     def _step_for(cls, a: Any, b: Any, comm: Communicator, out: Any, asked: dict[str, Any]) -> Any:
         """Return the plan for a call; made by its first one."""
-        own, other = _pair(a, b, comm)
+        own, other = operands.shadows(comm.machine, a=a, b=b)
         spec = cls.spec_type(own, other, comm, **asked)
         step = comm.plans.get(spec)
         if step is None:
             result = _output(out, spec, own, other, comm)
             try:
-                step = comm.plans[spec] = cls.__new__(cls)
+                step = cls.__new__(cls)
                 step._set_up(spec, comm, own, other)
-            except BaseException as error:
-                comm.plans.pop(spec, None)
-                if isinstance(error, errors.Error) and out is not None and comm.closed:
+            except errors.Error:
+                if out is not None and comm.closed:
                     comm.machine.fill(result.array, np.nan)
                 raise
+            comm.plans[spec] = step
         return step
 
     def _plan(
@@ -137,7 +137,7 @@ class GemmOperator(abc.ABC):
         """Plan for operands like these, and do not call."""
         operands.check_communicator(comm)
         with comm.calling(f"{type(self).__name__}()"), comm.machine.on(stream):
-            own, other = _pair(a, b, comm)
+            own, other = operands.shadows(comm.machine, a=a, b=b)
             spec = self.spec_type(own, other, comm, **asked)
             _output(out, spec, own, other, comm)
             self._set_up(spec, comm, own, other)
@@ -216,8 +216,7 @@ class GemmOperator(abc.ABC):
         if self._comm.num_nodes > 1:
             words["MK_NODES"] = 1
         name = self._kernel_name()
-        source = str(compiler.kernel_source(name))
-        return self._comm.load(Kernel(source, name, tuple(compiler.macros(words).items())))
+        return self._comm.load(Module(compiler.kernel_source(name), defines=words).kernel(name))
 
     @property
     def _mapped(self) -> bool:
@@ -272,9 +271,7 @@ class GemmOperator(abc.ABC):
         if machine.capturing and out is None:
             raise ValueError("a call that a CUDA graph captures needs out=")
         # A kernel steps in whole elements; what does not is copied.
-        target = result
-        if operands.strides(result.shadow) is None:
-            target = operands.Operand("out", machine.empty(spec.out_shape, spec.out_dtype), machine)
+        target = operands.stepped(result, machine)
         request, used = self._request(own, other, target)
         machine.hold(self._arrays, used, result)
         try:
@@ -367,11 +364,6 @@ def _remember(to: dict[Any, Any], key: Any, value: Any) -> None:
         to.clear()
     with contextlib.suppress(TypeError):
         to[key] = value
-
-
-def _pair(a: Any, b: Any, comm: Communicator) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shadows of two operands."""
-    return tuple(operands.Operand(*x, comm.machine).shadow for x in (("a", a), ("b", b)))
 
 
 def _output(

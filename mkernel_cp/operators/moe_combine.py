@@ -7,13 +7,13 @@ import numpy as np
 from .. import compiler, errors, structs
 from .. import plan as plans
 from ..communicator import Arena, Communicator
-from ..kernel import Kernel
+from ..kernel import Module
 from ..memory import Location
 from ..moe_plan import Combine, MoeCombinePlan, offsets_of, plan_moe_combine
 from ..reference import accumulator_dtype
 from ..transport.network import check_chunks
 from . import operands
-from .moe_dispatch_gemm import DispatchLayout, element_steps, gpu_capacity, mirror_plan
+from .moe_dispatch_gemm import DispatchLayout, gpu_capacity, mirror_plan
 
 
 def moe_combine(
@@ -77,19 +77,19 @@ def moe_combine(
     """
     operands.check_communicator(comm)
     with comm.calling("moe_combine()"), comm.machine.on(stream):
-        arrays = _shadows(rows, topk_weight, comm)
+        arrays = operands.shadows(comm.machine, rows=rows, topk_weight=topk_weight)
         spec = _Spec(*arrays, layout, comm, options)
         step = comm.plans.get(spec)
         if step is None:
             result = spec.output(out, arrays, comm.machine)
             try:
-                step = comm.plans[spec] = MoeCombine.__new__(MoeCombine)
+                step = MoeCombine.__new__(MoeCombine)
                 step._set_up(spec, comm)
-            except BaseException as error:
-                comm.plans.pop(spec, None)
-                if isinstance(error, errors.Error) and out is not None and comm.closed:
+            except errors.Error:
+                if out is not None and comm.closed:
                     comm.machine.fill(result.array, np.nan)
                 raise
+            comm.plans[spec] = step
         return step(rows, topk_weight, layout, out=out)
 
 
@@ -126,7 +126,7 @@ class MoeCombine:
     ):
         operands.check_communicator(comm)
         with comm.calling("MoeCombine()"), comm.machine.on(stream):
-            arrays = _shadows(rows, topk_weight, comm)
+            arrays = operands.shadows(comm.machine, rows=rows, topk_weight=topk_weight)
             spec = _Spec(*arrays, layout, comm, options)
             spec.output(out, arrays, comm.machine)
             self._set_up(spec, comm)
@@ -140,8 +140,7 @@ class MoeCombine:
             comm.refuse_staging("moe_combine")
             words["MK_NODES"] = 1
             check_chunks(sums_chunks(asked, asked.ranks)[1], "sums", "Options(chunk_bytes=)")
-        source = str(compiler.kernel_source("moe_combine"))
-        kernel = Kernel(source, "moe_combine", tuple(compiler.macros(words).items()))
+        kernel = Module(compiler.kernel_source("moe_combine"), defines=words).kernel("moe_combine")
         comm.agreement(self._what, asked.need, lambda: comm.load(kernel) and None)
         self._kernel = comm.load(kernel)
         capacity = gpu_capacity(self._kernel, 0, spec.options, comm)
@@ -203,10 +202,7 @@ class MoeCombine:
             if machine.capturing and out is None:
                 raise ValueError("a call that a CUDA graph captures needs out=")
             # A kernel steps in whole elements; what does not is copied.
-            target = result
-            if operands.strides(result.shadow) is None:
-                shape, dtype = result.shadow.shape, result.shadow.dtype
-                target = operands.Operand("out", machine.empty(shape, dtype), machine)
+            target = operands.stepped(result, machine)
             request, used = self._request(own, layout, target)
             machine.hold(self._constants, self._writes, used, result)
             try:
@@ -232,12 +228,7 @@ class MoeCombine:
         if self._arena is not comm.arena:
             machine.refuse_capture(self._what)
             self._bind(comm.arena)
-        rows, weights = own
-        if element_steps(rows.shadow) is None:
-            rows = operands.Operand(
-                "rows", machine.empty(rows.shadow.shape, rows.shadow.dtype), machine
-            )
-            machine.copy(rows.array, own[0].array)
+        rows, weights = operands.stepped(own[0], machine, copy=True), own[1]
         stage(weights, self._stage, comm)
         params = self._params
         for to, array in ((params.rows, rows.shadow), (params.out, result.shadow)):
@@ -404,8 +395,3 @@ def check_weights(weights: np.ndarray, dtype: np.dtype, tokens: int, slots: int)
             f"topk_weight has shape {weights.shape}: use {(tokens, slots)}, a weight for each "
             f"of the {slots} experts of the {tokens} tokens that this rank sends"
         )
-
-
-def _shadows(rows: Any, topk_weight: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
-    named = (("rows", rows), ("topk_weight", topk_weight))
-    return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)

@@ -10,7 +10,7 @@ import numpy as np
 from .. import compiler, errors, structs
 from .. import plan as plans
 from ..communicator import Arena, Communicator, extent
-from ..kernel import Kernel
+from ..kernel import Module
 from ..memory import Location
 from ..moe_plan import (
     Combine,
@@ -111,18 +111,18 @@ def moe_dispatch_gemm(
     """
     operands.check_communicator(comm)
     with comm.calling("moe_dispatch_gemm()"), comm.machine.on(stream):
-        arrays = _shadows(x, topk_idx, w, comm)
+        arrays = operands.shadows(comm.machine, x=x, topk_idx=topk_idx, w=w)
         spec = _Spec(*arrays, comm, num_experts, max_tokens, capacity, dtype, options)
         step = comm.plans.get(spec)
         if step is None:
             try:
-                step = comm.plans[spec] = MoeDispatchGemm.__new__(MoeDispatchGemm)
+                step = MoeDispatchGemm.__new__(MoeDispatchGemm)
                 step._set_up(spec, comm, len(arrays[0]), arrays[2])
-            except BaseException as error:
-                comm.plans.pop(spec, None)
-                if isinstance(error, errors.Error) and out is not None and comm.closed:
+            except errors.Error:
+                if out is not None and comm.closed:
                     _leave_nothing(out, comm)
                 raise
+            comm.plans[spec] = step
         return step(x, topk_idx, w, out=out)
 
 
@@ -215,7 +215,7 @@ class MoeDispatchGemm:
     ):
         operands.check_communicator(comm)
         with comm.calling("MoeDispatchGemm()"), comm.machine.on(stream):
-            arrays = _shadows(x, topk_idx, w, comm)
+            arrays = operands.shadows(comm.machine, x=x, topk_idx=topk_idx, w=w)
             spec = _Spec(*arrays, comm, num_experts, max_tokens, capacity, dtype, options)
             self._set_up(spec, comm, len(arrays[0]), arrays[2])
 
@@ -233,8 +233,8 @@ class MoeDispatchGemm:
             comm.refuse_staging("moe_dispatch_gemm")
             words["MK_NODES"] = 1
             check_chunks(asked.ranks * asked.parts, "tokens", "Options(chunk_bytes=)")
-        source = str(compiler.kernel_source("moe_dispatch_gemm"))
-        kernel = Kernel(source, "moe_dispatch_gemm", tuple(compiler.macros(words).items()))
+        module = Module(compiler.kernel_source("moe_dispatch_gemm"), defines=words)
+        kernel = module.kernel("moe_dispatch_gemm")
 
         def compile_and_check() -> None:
             comm.load(kernel)
@@ -302,12 +302,7 @@ class MoeDispatchGemm:
             if machine.capturing and (out is None or out[1] is None):
                 raise ValueError("a call that a CUDA graph captures needs out=(rows, layout)")
             # A kernel steps in whole elements; what does not is copied.
-            target = rows
-            if operands.strides(rows.shadow) is None:
-                target = operands.Operand(
-                    "out", machine.empty(rows.shadow.shape, rows.shadow.dtype), machine
-                )
-                machine.copy(target.array, rows.array)
+            target = operands.stepped(rows, machine, copy=True)
             request, used = self._request(own, target, layout)
             machine.hold(self._arrays, self._constants, self._counts, used, rows, layout)
             try:
@@ -441,11 +436,6 @@ class _Spec:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Spec) and self._key == other._key
-
-
-def _shadows(x: Any, topk_idx: Any, w: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
-    named = (("x", x), ("topk_idx", topk_idx), ("w", w))
-    return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)
 
 
 def check_ids(ids: np.ndarray, tokens: int) -> None:
@@ -634,12 +624,9 @@ def put_tokens(
 
 def put_choice(to: Any, ids: operands.Operand, machine: Any) -> operands.Operand:
     """Fill in a struct ``TokenChoice``; return the ids that it points to."""
-    if element_steps(ids.shadow) is None:
-        copy = operands.Operand("topk_idx", machine.empty(ids.shadow.shape, _IDS[1]), machine)
-        machine.copy(copy.array, ids.array)
-        ids = copy
+    ids = operands.stepped(ids, machine, copy=True)
     to.ids, to.wide = ids.shadow.ctypes.data, ids.shadow.dtype == _IDS[1]
-    to.row_stride, to.column_stride = element_steps(ids.shadow)
+    to.row_stride, to.column_stride = operands.strides(ids.shadow)
     return ids
 
 
@@ -699,7 +686,7 @@ class Reading:
 
     def _steps(self, w: np.ndarray) -> Any:
         """Return how the engine steps through weights; None if it cannot."""
-        return operands.aligned_stack(w, self._by_columns) if self.mapped else element_steps(w)
+        return operands.aligned_stack(w, self._by_columns) if self.mapped else operands.strides(w)
 
     def _copy(self, w: operands.Operand, machine: Any) -> operands.Operand:
         count, lines, run = w.shadow.shape
@@ -726,15 +713,3 @@ def _leave_nothing(out: Any, comm: Communicator) -> None:
     comm.machine.fill(operands.Operand("out[0]", rows, comm.machine).array, np.nan)
     if layout is not None:
         layout._clear()
-
-
-def element_steps(array: np.ndarray) -> tuple[int, ...] | None:
-    """Return strides in elements; None if a kernel cannot step through the array so."""
-    # The stride of an axis of length 1 leads nowhere, and NumPy leaves anything there.
-    steps = [
-        step if n > 1 else array.itemsize
-        for n, step in zip(array.shape, array.strides, strict=True)
-    ]
-    if not array.flags.aligned or any(step % array.itemsize for step in steps):
-        return None
-    return tuple(step // array.itemsize for step in steps)

@@ -9,7 +9,7 @@ import numpy as np
 from .. import compiler, errors, structs
 from .. import plan as plans
 from ..communicator import Arena, Communicator
-from ..kernel import Kernel
+from ..kernel import Module
 from ..memory import Location
 from ..moe_plan import (
     ACTIVATIONS,
@@ -126,20 +126,20 @@ def moe_layer(
     operands.check_communicator(comm)
     with comm.calling("moe_layer()"), comm.machine.on(stream):
         given = (x, topk_idx, topk_weight, w1, w2)
-        arrays = _shadows(given, comm)
+        arrays = operands.shadows(comm.machine, **dict(zip(_NAMES, given, strict=True)))
         asked = (activation, num_experts, max_tokens, capacity, options)
         spec = _Spec(*arrays, comm, *asked)
         step = comm.plans.get(spec)
         if step is None:
             result = spec.output(out, arrays, comm.machine)
             try:
-                step = comm.plans[spec] = MoeLayer.__new__(MoeLayer)
+                step = MoeLayer.__new__(MoeLayer)
                 step._set_up(spec, comm, arrays)
-            except BaseException as error:
-                comm.plans.pop(spec, None)
-                if isinstance(error, errors.Error) and out is not None and comm.closed:
+            except errors.Error:
+                if out is not None and comm.closed:
                     comm.machine.fill(result.array, np.nan)
                 raise
+            comm.plans[spec] = step
         return step(*given, out=out)
 
 
@@ -181,7 +181,8 @@ class MoeLayer:
     ):
         operands.check_communicator(comm)
         with comm.calling("MoeLayer()"), comm.machine.on(stream):
-            arrays = _shadows((x, topk_idx, topk_weight, w1, w2), comm)
+            given = (x, topk_idx, topk_weight, w1, w2)
+            arrays = operands.shadows(comm.machine, **dict(zip(_NAMES, given, strict=True)))
             asked = (activation, num_experts, max_tokens, capacity, options)
             spec = _Spec(*arrays, comm, *asked)
             spec.output(out, arrays, comm.machine)
@@ -208,8 +209,7 @@ class MoeLayer:
             words["MK_NODES"] = 1
             chunks = sums_chunks(asked.combine, self._chunks())[1]
             check_chunks(chunks, "tokens and sums", "Options(chunk_bytes=)")
-        source = str(compiler.kernel_source("moe_layer"))
-        kernel = Kernel(source, "moe_layer", tuple(compiler.macros(words).items()))
+        kernel = Module(compiler.kernel_source("moe_layer"), defines=words).kernel("moe_layer")
 
         def compile_and_check() -> None:
             comm.load(kernel)
@@ -326,11 +326,7 @@ class MoeLayer:
             if machine.capturing and out is None:
                 raise ValueError("a call that a CUDA graph captures needs out=")
             # A kernel steps in whole elements; what does not is copied.
-            target = result
-            if operands.strides(result.shadow) is None:
-                shape, dtype = result.shadow.shape, result.shadow.dtype
-                target = operands.Operand("out", machine.empty(shape, dtype), machine)
-                machine.copy(target.array, result.array)
+            target = operands.stepped(result, machine, copy=True)
             request, used = self._request(own, target)
             machine.hold(self._arrays, self._constants, self._room, used, result)
             try:
@@ -476,8 +472,3 @@ class _Spec:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Spec) and self._key == other._key
-
-
-def _shadows(arrays: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
-    named = zip(_NAMES, arrays, strict=True)
-    return tuple(operands.Operand(*pair, comm.machine).shadow for pair in named)

@@ -36,6 +36,24 @@ class Operand:
         self.shadow: np.ndarray = machine.shadow(self.array)
 
 
+def shadows(machine: Any, **arrays: Any) -> tuple[np.ndarray, ...]:
+    """Return the shadows of what a caller passed as these arguments."""
+    return tuple(Operand(name, value, machine).shadow for name, value in arrays.items())
+
+
+def like(x: Operand, machine: Any, *, copy: bool = False) -> Operand:
+    """Return a new array of an operand's shape and dtype, or a copy of it."""
+    array = machine.empty(x.shadow.shape, x.shadow.dtype)
+    if copy:
+        machine.copy(array, x.array)
+    return Operand("copy", array, machine)
+
+
+def stepped(x: Operand, machine: Any, *, copy: bool = False) -> Operand:
+    """Return an operand if a kernel can step through it in whole elements, else one like it."""
+    return like(x, machine, copy=copy) if strides(x.shadow) is None else x
+
+
 def options(value: Any, exact: str = "", *, sums: bool = False) -> Options:
     """Return the options of a call; TypeError if they are something else.
 
@@ -145,13 +163,13 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
         return True
 
 
-def strides(a: np.ndarray) -> tuple[int, int] | None:
-    """Return row and column stride in elements; None if a kernel cannot step through it so."""
-    # The stride of a single row or column leads nowhere, and NumPy leaves anything there.
+def strides(a: np.ndarray) -> tuple[int, ...] | None:
+    """Return strides in elements; None if a kernel cannot step through the array so."""
+    # The stride of an axis of length 1 leads nowhere, and NumPy leaves anything there.
     steps = [step if n > 1 else a.itemsize for n, step in zip(a.shape, a.strides, strict=True)]
     if not a.flags.aligned or any(step % a.itemsize for step in steps):
         return None
-    return steps[0] // a.itemsize, steps[1] // a.itemsize
+    return tuple(step // a.itemsize for step in steps)
 
 
 def line_pitch(a: np.ndarray, by_columns: bool) -> int | None:

@@ -21,7 +21,7 @@ from ..attention_plan import (
     zigzag_counts,
 )
 from ..communicator import Arena, Communicator, extent
-from ..kernel import Kernel
+from ..kernel import Module
 from ..memory import Location, offsets_of
 from ..reference import accumulator_dtype, array_split_counts
 from ..transport.network import check_chunks
@@ -130,7 +130,7 @@ def ring_attention(
     """
     operands.check_communicator(comm)
     with comm.calling("ring_attention()"), comm.machine.on(stream):
-        arrays = _shadows(q, k, v, comm)
+        arrays = operands.shadows(comm.machine, q=q, k=k, v=v)
         spec = _Spec(
             *arrays, comm, seq_counts, causal, scale, layout, return_lse, max_workspace, options
         )
@@ -138,12 +138,14 @@ def ring_attention(
         if step is None:
             results = spec.outputs(out, arrays, comm.machine)
             try:
-                step = comm.plans[spec] = RingAttention._from_spec(spec, comm)
+                step = RingAttention.__new__(RingAttention)
+                step._set_up(spec, comm)
             except errors.Error:
                 if out is not None and comm.closed:
                     for result in results:
                         comm.machine.fill(result.array, np.nan)
                 raise
+            comm.plans[spec] = step
         return step(q, k, v, out=out)
 
 
@@ -184,18 +186,12 @@ class RingAttention:
     ):
         operands.check_communicator(comm)
         with comm.calling("RingAttention()"), comm.machine.on(stream):
-            arrays = _shadows(q, k, v, comm)
+            arrays = operands.shadows(comm.machine, q=q, k=k, v=v)
             spec = _Spec(
                 *arrays, comm, seq_counts, causal, scale, layout, return_lse, max_workspace, options
             )
             spec.outputs(out, arrays, comm.machine)
             self._set_up(spec, comm)
-
-    @classmethod
-    def _from_spec(cls, spec: "_Spec", comm: Communicator) -> "RingAttention":
-        self = cls.__new__(cls)
-        self._set_up(spec, comm)
-        return self
 
     def _set_up(self, spec: "_Spec", comm: Communicator) -> None:
         attention = spec.attention
@@ -208,11 +204,8 @@ class RingAttention:
             macros["MK_NODES"] = 1
             chunks = attention.chunks_between_nodes
             check_chunks(chunks, f"{attention.chunk} positions", "Options(chunk_bytes=)")
-        kernel = Kernel(
-            str(compiler.kernel_source("ring_attention")),
-            "ring_attention",
-            tuple(compiler.macros(macros).items()),
-        )
+        module = Module(compiler.kernel_source("ring_attention"), defines=macros)
+        kernel = module.kernel("ring_attention")
         comm.agreement(self._what, lambda: need, lambda: comm.load(kernel) and None)
         self._kernel, capacity = comm.load(kernel), 0
         if gpu is not None:
@@ -321,10 +314,7 @@ class RingAttention:
             if machine.capturing and out is None:
                 raise ValueError("a call that a CUDA graph captures needs out=")
             # A kernel steps in whole elements; what does not is copied.
-            targets = [
-                result if _whole_steps(result.shadow) else _like(result, machine)
-                for result in results
-            ]
+            targets = [operands.stepped(result, machine) for result in results]
             request, used = self._request(own, targets)
             machine.hold(self._runs, self._constants, used, results)
             try:
@@ -350,7 +340,10 @@ class RingAttention:
         if self._arena is not comm.arena:
             comm.machine.refuse_capture(self._what)
             self._bind(comm.arena)
-        own = [x if self._is_readable(x.shadow) else _like(x, comm.machine, copy=True) for x in own]
+        own = [
+            x if self._is_readable(x.shadow) else operands.like(x, comm.machine, copy=True)
+            for x in own
+        ]
         params, (queries, keys, _) = self._params, plan.tile
         for name, x, lines in zip("qkv", own, (queries, keys, keys), strict=True):
             _set_heads(getattr(params, name), x.shadow)
@@ -384,7 +377,7 @@ class RingAttention:
         """Return whether the engine takes an operand as it lies."""
         if self._mapped:
             return operands.aligned_heads(array) is not None
-        return _whole_steps(array)
+        return operands.strides(array) is not None
 
     def _share(self, to: ctypes.Structure, x: operands.Operand, stage: Location) -> None:
         """Say where peers find keys or values: where they are, or in a copy of them."""
@@ -482,11 +475,6 @@ def zigzag_join(parts: Sequence[Any], *, axis: int = 1) -> Any:
     halves = [np.split(part, [size], axis) for part, size in zip(parts, sizes, strict=False)]
     first, last = zip(*halves, strict=True)
     return np.concatenate((*first, *reversed(last)), axis)
-
-
-def _shadows(q: Any, k: Any, v: Any, comm: Communicator) -> tuple[np.ndarray, ...]:
-    pairs = zip("qkv", (q, k, v), strict=True)
-    return tuple(operands.Operand(*pair, comm.machine).shadow for pair in pairs)
 
 
 class _Spec:
@@ -618,23 +606,8 @@ def _bytes(name: str, value: Any) -> int | None:
     return value
 
 
-def _whole_steps(array: np.ndarray) -> bool:
-    """Return whether a kernel can step through an array in elements."""
-    steps = (step for n, step in zip(array.shape, array.strides, strict=True) if n > 1)
-    return array.flags.aligned and not any(step % array.itemsize for step in steps)
-
-
-def _like(x: operands.Operand, machine: Any, copy: bool = False) -> operands.Operand:
-    """Return a new array of an operand's shape and dtype, or a copy of it."""
-    array = machine.empty(x.shadow.shape, x.shadow.dtype)
-    if copy:
-        machine.copy(array, x.array)
-    return operands.Operand("copy", array, machine)
-
-
 def _set_heads(to: Any, array: np.ndarray) -> None:
-    # The stride of an axis of length 1 leads nowhere, and NumPy leaves anything there.
-    steps = [step // array.itemsize for step in array.strides]
+    steps = operands.strides(array)
     to.data = array.ctypes.data
     to.batch_stride, to.position_stride, to.head_stride, to.column_stride = steps
 
