@@ -529,24 +529,6 @@ def hopper_group_tile(
     return replace(found[0], tile=options.tile) if found else None
 
 
-def gpu_tile(
-    row_counts: tuple[int, ...],
-    n: int,
-    k: int,
-    dtype: np.dtype,
-    out_dtype: np.dtype,
-    options: Options,
-    gpu: Gpu,
-    *,
-    gathers: bool = False,
-) -> PortableTile | HopperTile:
-    """Choose the engine of a GPU and its tile."""
-    tile = None
-    if gpu.arch == "sm_90a" and dtype.itemsize == 2:
-        tile = hopper_tile(row_counts, n, options, gpu, k, gathers=gathers)
-    return tile or portable_tile(dtype, options, gpu.shared_bytes)
-
-
 def gpu_tiles(dtype: np.dtype, gpu: Gpu, *, gathers: bool) -> list[PortableTile | HopperTile]:
     """Return the tiles that plans of several ranks choose from, where the caller does not."""
     if gpu.arch == "sm_90a" and dtype.itemsize == 2:
@@ -1119,7 +1101,7 @@ def plan_allgather_gemm(
     """
     chunk_bytes = options.chunk_bytes or default_chunk_bytes(sum(row_counts) * k * dtype.itemsize)
     chunk = chunk_shape(row_counts, k, dtype, by_columns, chunk_bytes)
-    chosen = choose_tile(row_counts, n, k, dtype, out_dtype, options, gpu, gathers=True)
+    chosen = choose_tile(row_counts, n, k, dtype, options, gpu, gathers=True)
     tiles = sum(tile_counts(row_counts, n, chosen.tile))
     chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
     ranks = len(row_counts)
@@ -1177,7 +1159,6 @@ def choose_tile(
     n: int,
     k: int,
     dtype: np.dtype,
-    out_dtype: np.dtype,
     options: Options,
     gpu: Gpu | None,
     *,
@@ -1189,7 +1170,10 @@ def choose_tile(
     """
     if gpu is None:
         return host_tile(row_counts, n, k, options)
-    return gpu_tile(row_counts, n, k, dtype, out_dtype, options, gpu, gathers=gathers)
+    tile = None
+    if gpu.arch == "sm_90a" and dtype.itemsize == 2:
+        tile = hopper_tile(row_counts, n, options, gpu, k, gathers=gathers)
+    return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
 
 def choose_split(

@@ -172,8 +172,8 @@ class GemmOperator(abc.ABC):
         """Return the plan, for a GPU that runs so many agents at a time."""
 
     @abc.abstractmethod
-    def _constants(self, arena: Arena, base: int) -> Any:
-        """Return the struct of the plan, for an arena that is mapped at `base` here."""
+    def _constants(self, arena: Arena) -> Any:
+        """Return the struct of the plan, for an arena."""
 
     @abc.abstractmethod
     def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
@@ -190,9 +190,7 @@ class GemmOperator(abc.ABC):
     def _choose_tile(self) -> Any:
         spec, gpu = self._spec, self._comm.machine.gpu
         return plans.choose_tile(
-            *(spec.row_counts, spec.n, spec.k, spec.dtype, self._staged_dtype()),
-            *(spec.options, gpu),
-            gathers=True,
+            spec.row_counts, spec.n, spec.k, spec.dtype, spec.options, gpu, gathers=True
         )
 
     def _staged_dtype(self) -> np.dtype:
@@ -229,7 +227,7 @@ class GemmOperator(abc.ABC):
         self._arena = arena
         self._ready: dict[Any, Any] = {}
         self._arrays: dict[str, Any] = {}  # that the kernel reads
-        constants = self._constants(arena, comm.segments[arena.number].address)
+        constants = self._constants(arena)
         params = getattr(structures, self._params_name())
         self._params = params(world=comm.world_address, plan=self._constant("plan", constants))
         self._params.message.digest = comm.digest(self._what)

@@ -218,6 +218,8 @@ class MoeDispatchGemm:
             arrays = operands.shadows(comm.machine, x=x, topk_idx=topk_idx, w=w)
             spec = _Spec(*arrays, comm, num_experts, max_tokens, capacity, dtype, options)
             self._set_up(spec, comm, len(arrays[0]), arrays[2])
+            if out is not None:
+                self._outputs(out, arrays)
 
     def _set_up(self, spec: "_Spec", comm: Communicator, tokens: int, w: np.ndarray) -> None:
         self._spec, self._comm = spec, comm
@@ -297,7 +299,7 @@ class MoeDispatchGemm:
             machine = comm.machine
             own = self._operands(x, topk_idx, w)
             self._spec.check(*(operand.shadow for operand in own))
-            rows, layout = self._outputs(out, own)
+            rows, layout = self._outputs(out, [operand.shadow for operand in own])
             machine.begin()
             if machine.capturing and (out is None or out[1] is None):
                 raise ValueError("a call that a CUDA graph captures needs out=(rows, layout)")
@@ -321,7 +323,7 @@ class MoeDispatchGemm:
     ) -> tuple[Any, Any]:
         """Return the launch struct for checked operands, and what must live until it has run."""
         own = self._operands(x, topk_idx, w)
-        return self._request(own, *self._outputs(out, own))
+        return self._request(own, *self._outputs(out, [operand.shadow for operand in own]))
 
     def _operands(self, *arrays: Any) -> tuple[operands.Operand, ...]:
         machine = self._comm.machine
@@ -330,14 +332,13 @@ class MoeDispatchGemm:
             for name, array in zip(("x", "topk_idx", "w"), arrays, strict=True)
         )
 
-    def _outputs(self, out: Any, own: Any) -> tuple[operands.Operand, DispatchLayout]:
+    def _outputs(
+        self, out: Any, arrays: Sequence[np.ndarray]
+    ) -> tuple[operands.Operand, DispatchLayout]:
         """Return what the result is written into: the caller's arrays, or new ones."""
         plan, machine = self.plan, self._comm.machine
         rows, layout = (None, None) if out is None else _pair(out)
-        inputs = [
-            (name, operand.shadow)
-            for name, operand in zip(("x", "topk_idx", "w"), own, strict=True)
-        ]
+        inputs = list(zip(("x", "topk_idx", "w"), arrays, strict=True))
         shape = plan.capacity, plan.n
         result = operands.output(rows, shape, plan.out_dtype, inputs, machine, "out[0]")
         if layout is None:
