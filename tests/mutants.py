@@ -75,6 +75,7 @@ NODE_EXPERT_ORDER = (
 )
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
+EMULATED_COURIER = ("test_emulated_gemm.py::test_long_chunks_pass_through_few_slots",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
 EMULATED_DISPATCH = ("test_emulated_experts.py::test_dispatch_equals_reference",)
 EMULATED_GATHER = ("test_emulated_experts.py::test_rows_are_gathered",)
@@ -959,24 +960,26 @@ for name, (file, old, new) in {
         "",
     ),
     "portable: strip overwritten": ("portable.cuh", "warp.sync();  // the strip is stored", ""),
-    "courier: stored before it is loaded": (
-        "../courier.cuh",
-        "ptx::wait(&slot.loaded, slot.parity);",
-        "",
-    ),
-    "courier: signal before the bytes": ("../courier.cuh", "ptx::wait_stores<0>();", ""),
     "courier: lines that lie apart stored as one": (
         "../courier.cuh",
         "dense = to.pitch == bytes;",
         "dense = true;",
     ),
+}.items():
+    MUTANTS[name] = Mutant(H + "engine/" + file, old, new, EMULATED_GEMM)
+
+for name, (old, new) in {
+    "courier: stored before it is loaded": (
+        "ptx::wait(&slot.loaded, slot.parity);",
+        "",
+    ),
+    "courier: signal before the bytes": ("ptx::wait_stores<0>();", ""),
     "courier: slot loaded while it is stored": (
-        "../courier.cuh",
         "ptx::wait_stores_read<1>();  // the store",
         "// the store",
     ),
 }.items():
-    MUTANTS[name] = Mutant(H + "engine/" + file, old, new, EMULATED_GEMM)
+    MUTANTS[name] = Mutant(H + "courier.cuh", old, new, EMULATED_COURIER)
 
 HOPPER_ATTENTION = tuple(
     f"{EMULATED_ATTENTION[0]}::{name}"

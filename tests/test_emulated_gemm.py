@@ -7,6 +7,7 @@ import emulated
 import numpy as np
 import pytest
 import test_allgather_gemm as gather
+import test_courier as courier
 import test_reductions as sums
 import worlds
 from emulated import ENGINES
@@ -75,6 +76,11 @@ GATHERED = {
 def test_rows_of_all_ranks(on, engine, case):
     on(engine)
     gather.test_equals_reference(case)
+
+
+def test_long_chunks_pass_through_few_slots(on, tmp_path):
+    on("hopper")
+    courier.test_no_signal_comes_before_its_bytes(2, "copy engine, several pieces", tmp_path)
 
 
 @pytest.mark.parametrize("movers", [0, 2])
