@@ -50,7 +50,8 @@ class Options:
         float32 for 16-bit operands. All ranks must give the same.
     tf32 : bool, optional
         Round float32 operands to 11 bits of significand as they are multiplied, which GPUs do many
-        times as fast; sums stay in float32. All ranks must give the same.
+        times as fast; sums stay in float32. All ranks must give the same. GPUs of compute
+        capability 9.0 read `a` in C and `b` in F order for it, and copy what lies otherwise.
     sm_budget : int, optional
         How many multiprocessors of a GPU a call takes at most, so that other kernels have the rest.
         Nothing on the host target.
@@ -320,7 +321,7 @@ class HopperTile:
     cluster : int
         Blocks that share a tile.
     stages : int
-        Panels of 64 of k in flight.
+        Panels of 128 bytes of k in flight.
     strips : int
         Pieces of the result that each half of a block's rows keeps while they are stored.
     courier_bytes : int
@@ -542,14 +543,21 @@ def gpu_tile(
 ) -> PortableTile | HopperTile:
     """Choose the engine of a GPU and its tile."""
     tile = None
-    if gpu.arch == "sm_90a" and dtype.itemsize == 2:
+    if _takes_hopper(gpu, dtype, options.tf32):
         tile = hopper_tile(row_counts, n, options, gpu, k, gathers=gathers)
     return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
 
-def gpu_tiles(dtype: np.dtype, gpu: Gpu, *, gathers: bool) -> list[PortableTile | HopperTile]:
+def _takes_hopper(gpu: Gpu, dtype: np.dtype, tf32: bool) -> bool:
+    """Return whether a GPU multiplies operands by the instructions of engine/hopper.cuh."""
+    return gpu.arch == "sm_90a" and (dtype.itemsize == 2 or tf32)
+
+
+def gpu_tiles(
+    dtype: np.dtype, gpu: Gpu, *, gathers: bool, tf32: bool = False
+) -> list[PortableTile | HopperTile]:
     """Return the tiles that plans of several ranks choose from, where the caller does not."""
-    if gpu.arch == "sm_90a" and dtype.itemsize == 2:
+    if _takes_hopper(gpu, dtype, tf32):
         return [
             _hopper_tile(
                 *(*shape, _HOPPER_GATE, cluster, 0, gpu.shared_bytes),

@@ -112,9 +112,15 @@ def test_halved_tiles(on, order):
 
 
 @pytest.mark.parametrize("orders", ["CF", "FC"])
-def test_operands_may_be_rounded_to_tf32(on, orders):
-    on("portable")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_operands_may_be_rounded_to_tf32(on, engine, orders):
+    on(engine)
     gather.test_operands_may_be_rounded_to_tf32(*orders)
+
+
+def test_terms_may_be_rounded_to_tf32(on):
+    on("hopper")
+    sums.test_operands_may_be_rounded_to_tf32("gemm_reduce_scatter")
 
 
 SUMMED = [

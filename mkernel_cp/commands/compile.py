@@ -29,8 +29,9 @@ _SHARED_KIB_OF_OTHERS = 99
 def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
     """Return the macros of an operator's kernels: for every dtype, the tiles that plans take.
 
-    Those of the GEMMs are for operands in C order; attention has one for each width of heads, and a
-    layer of experts one for each activation, whose sums travel in the dtype of the operands.
+    Those of the GEMMs are for operands in C order, or with tf32 in the orders in which all are
+    read; attention has one for each width of heads, and a layer of experts one for each activation,
+    whose sums travel in the dtype of the operands.
     """
     kib = _SHARED_KIB.get(arch[3:].rstrip("af"), _SHARED_KIB_OF_OTHERS)
     gpu = plan.Gpu(arch, 0, kib << 10, compiler.nvrtc_version())
@@ -72,10 +73,13 @@ def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
     sums = _GEMMS[operator]
     return [
         plan.kernel_defines(
-            plan.type_defines(dtype, out_dtype, dtype if sums else None, tf32=tf32), tile, dtype
+            plan.type_defines(dtype, out_dtype, dtype if sums else None, tf32=tf32),
+            tile,
+            dtype,
+            b_by_columns=tf32,
         )
         for dtype, out_dtype, tf32 in kinds
-        for tile in plan.gpu_tiles(dtype, gpu, gathers=not sums)
+        for tile in plan.gpu_tiles(dtype, gpu, gathers=not sums, tf32=tf32)
     ]
 
 

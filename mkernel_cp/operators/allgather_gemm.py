@@ -143,7 +143,7 @@ class AllGatherGemm(GemmOperator):
         spec = self._spec
 
         def compile_and_prefer() -> bool | None:
-            preference = operands.prefers_columns(a)
+            preference = self._prefers_columns("a", a)
             self._load(preference is True)  # most probably what the others prefer too
             return preference
 
@@ -251,7 +251,8 @@ class AllGatherGemm(GemmOperator):
         if self._mapped and rows and plan.k:
             extents = (rows, plan.k) if by_columns else (plan.k, rows)
             box, _ = self._tile.boxes(spec.dtype, by_columns, False)
-            machine = self._comm.machine
-            words = machine.tensor_map(address, spec.dtype, extents, (plan.pitch(rank),), box)
+            words = self._comm.machine.tensor_map(
+                address, spec.dtype, extents, (plan.pitch(rank),), box, tf32=spec.options.tf32
+            )
             to.map.opaque[:], to.mapped = words, 1
         return to

@@ -146,7 +146,7 @@ class GemmOperator(abc.ABC):
         self._spec, self._comm = spec, comm
         self._tile = self._choose_tile()
         self._what = self._agreed_text()
-        self._b_by_columns = operands.prefers_columns(b) is True
+        self._b_by_columns = self._prefers_columns("b", b) is True
         self._a_by_columns = self._agree(a)
         self._kernel, capacity = self._load(self._a_by_columns), 0
         if comm.machine.gpu is not None:
@@ -214,6 +214,12 @@ class GemmOperator(abc.ABC):
         name = self._kernel_name()
         source = str(compiler.kernel_source(name))
         return self._comm.load(Kernel(source, name, tuple(compiler.macros(words).items())))
+
+    def _prefers_columns(self, name: str, operand: np.ndarray) -> bool | None:
+        """Return whether the engine is to read an operand in F order; None if it may be either."""
+        if self._mapped and self._spec.options.tf32:  # there are instructions for lines along k
+            return name == "b"
+        return operands.prefers_columns(operand)
 
     @property
     def _mapped(self) -> bool:
@@ -309,7 +315,8 @@ class GemmOperator(abc.ABC):
                 (params.b, b, self._b_by_columns, other),
                 (params.c, out, False, (128 // out.shadow.itemsize, 64)),
             ):
-                operands.map_lines(to, operand.shadow, by_columns, box, comm.machine)
+                rounds = spec.options.tf32 and to is not params.c
+                operands.map_lines(to, operand.shadow, by_columns, box, comm.machine, tf32=rounds)
         request = comm.prepare(self._kernel, params, self._agents(), self.plan.shared_bytes)
         return request, (a, b, out)
 

@@ -180,14 +180,25 @@ def aligned_lines(a: np.ndarray, by_columns: bool) -> tuple[tuple[int, int], int
     return (run, lines), pitch
 
 
-def map_lines(to: Any, array: np.ndarray, by_columns: bool, box: tuple[int, int], machine: Any):
-    """Give a ``Matrix`` a tensor map, if its lines can have one."""
+def map_lines(
+    to: Any,
+    array: np.ndarray,
+    by_columns: bool,
+    box: tuple[int, int],
+    machine: Any,
+    *,
+    tf32: bool = False,
+) -> None:
+    """Give a ``Matrix`` a tensor map, if its lines can have one.
+
+    `tf32`: what it loads is rounded.
+    """
     lines = aligned_lines(array, by_columns)
     to.mapped = int(lines is not None and array.size > 0)
     if to.mapped:
         extents, pitch = lines
         to.map.opaque[:] = machine.tensor_map(
-            array.ctypes.data, array.dtype, extents, (pitch,), box
+            array.ctypes.data, array.dtype, extents, (pitch,), box, tf32=tf32
         )
 
 

@@ -63,7 +63,7 @@ class ReductionOperator(GemmOperator):
 
     def _agree(self, a: np.ndarray) -> bool:
         # Peers read nothing of a, so its order is this rank's own affair.
-        by_columns = operands.prefers_columns(a) is True
+        by_columns = self._prefers_columns("a", a) is True
         self._comm.agreement(self._what, self._need, lambda: self._load(by_columns) and None)
         return by_columns
 
