@@ -53,6 +53,7 @@ COMBINED_IN_TURNS = tuple(
         "test_every_interleaving_gives_the_right_result",
     )
 )
+LAYOUTS = ("test_moe_combine.py::test_a_layout_of_another_dispatch_on_one_rank_is_told_on_all",)
 LAYER = tuple(
     f"test_moe_layer.py::{name}"
     for name in (
@@ -506,9 +507,16 @@ MUTANTS = {
     ),
     "combination: weights before the peer's call": Mutant(
         "moe_combine.cu",
-        "if (!launch.await_call(peer, plan.digest) || !shown.await(peer, Crossing::heads)) break;",
+        "if (!launch.await_call(peer, message.digest) || !shown.await(peer, Crossing::heads)) "
+        "break;",
         "if (!launch.live() || peer > launch.size()) break;",
         COMBINED_IN_TURNS,
+    ),
+    "combination: layouts of different dispatches": Mutant(
+        "moe_combine.cu", "message.digest += *p.origins.dispatch;", "", LAYOUTS
+    ),
+    "experts: a layout that does not tell its call": Mutant(
+        "moe_dispatch_gemm.cu", "*p.origins.dispatch = launch.generation();", "{}", LAYOUTS
     ),
     "combination: order of ranks": Mutant(
         H + "combine.cuh",

@@ -145,6 +145,7 @@ class DispatchLayout:
 
     def __init__(self, plan: MoeDispatchGemmPlan, machine: Any):
         self._machine = machine
+        self._dispatch = machine.empty((1,), np.dtype(np.uint64))  # which call has filled it in
         self.tokens, self.max_tokens, self.slots = 0, plan.max_tokens, plan.slots
         self.expert_offsets = machine.empty((plan.experts + 1,), np.dtype(np.int64))
         self.source_rank, self.source_token, self.source_slot = (
@@ -171,9 +172,19 @@ class DispatchLayout:
         """Fill in a struct ``RowOrigins``, by which kernels find the arrays."""
         for name in ("expert_offsets", "source_rank", "source_token", "source_slot"):
             setattr(origins, name, self._machine.shadow(getattr(self, name)).ctypes.data)
+        origins.dispatch = self._machine.shadow(self._dispatch).ctypes.data
+
+    def check_communicator(self, name: str, comm: Communicator) -> None:
+        """Raise ValueError unless it is of calls on this communicator."""
+        if self._machine is not comm.machine:
+            raise ValueError(
+                f"{name} is of another communicator: use what moe_dispatch_gemm has returned on "
+                "this one"
+            )
 
     def _clear(self) -> None:
         """Say that there are no rows."""
+        self._machine.zero(self._dispatch)
         self._machine.zero(self.expert_offsets)
         for array in (self.source_rank, self.source_token, self.source_slot):
             self._machine.fill(array, -1)
@@ -347,6 +358,7 @@ class MoeDispatchGemm:
         result = operands.output(rows, shape, plan.out_dtype, inputs, machine, "out[0]")
         if layout is None:
             return result, DispatchLayout(plan, machine)
+        layout.check_communicator("out[1]", self._comm)
         have = len(layout.expert_offsets) - 1, len(layout.source_rank)
         have += layout.max_tokens, layout.slots
         need = plan.experts, plan.capacity, plan.max_tokens, plan.slots
