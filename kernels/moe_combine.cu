@@ -42,11 +42,7 @@ MK_KERNEL(moe_combine, MoeCombineParams, p) {
         Shown shown(launch, plan.combine.mirror);
         for (u64 peer : peers)
             if (!launch.await_call(peer, message.digest) || !shown.await(peer, Crossing::heads)) break;
-        const i64 count = p.origins.expert_offsets[plan.experts], lanes = i64(launch.agent().lanes());
-        for (i64 row = i64(launch.member()) * lanes + launch.agent().lane(); launch.live() && row < count;
-             row += i64(launch.members()) * lanes)
-            combination.note(row, u64(p.origins.source_rank[row]), p.origins.source_token[row],
-                             p.origins.source_slot[row]);
+        if (launch.live()) combination.note(p.origins, p.origins.expert_offsets[plan.experts]);
         combination.computed();
         for (u64 peer : peers) combination.sum_for(peer);
     }

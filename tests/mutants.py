@@ -54,6 +54,7 @@ COMBINED_IN_TURNS = tuple(
     )
 )
 LAYOUTS = ("test_moe_combine.py::test_a_layout_of_another_dispatch_on_one_rank_is_told_on_all",)
+TRACES = ("test_trace.py::test_sums_of_each_rank_for_each_are_spans",)
 LAYER = tuple(
     f"test_moe_layer.py::{name}"
     for name in (
@@ -511,6 +512,12 @@ MUTANTS = {
         "break;",
         "if (!launch.live() || peer > launch.size()) break;",
         COMBINED_IN_TURNS,
+    ),
+    "combination: spans of all sums": Mutant(
+        H + "combine.cuh",
+        "Traced::sum, Tile{peer, tokens,",
+        "Traced::note, Tile{peer, tokens,",
+        TRACES,
     ),
     "combination: layouts of different dispatches": Mutant(
         "moe_combine.cu", "message.digest += *p.origins.dispatch;", "", LAYOUTS
