@@ -24,6 +24,7 @@ _MEASURED = {
     ),
     "gemm-allreduce": ("the sum over ranks of A @ B", ""),
     "moe-dispatch-gemm": ("tokens times the weights of the experts that they chose", ""),
+    "moe-combine": ("the weighted sums of what experts have made of tokens", ""),
     "moe-layer": ("what a layer of experts, with swiglu, makes of tokens", ""),
 }
 _TUNED = tuple(name for name in _MEASURED if not name.startswith("moe"))
@@ -37,6 +38,8 @@ _SHAPES = {
     ("M", "K", "N"): "rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N)",
     ("tokens", "H", "I", "E", "k"): "tokens, columns of tokens and of what an expert makes of "
     "them, experts of all ranks, choices of a token",
+    ("tokens", "N", "E", "k"): "tokens, columns of what is made of them, experts of all ranks, "
+    "choices of a token",
 }
 
 _DESCRIPTION = """\
