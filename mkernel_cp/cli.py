@@ -27,7 +27,6 @@ _MEASURED = {
     "moe-combine": ("the weighted sums of what experts have made of tokens", ""),
     "moe-layer": ("what a layer of experts, with swiglu, makes of tokens", ""),
 }
-_TUNED = tuple(name for name in _MEASURED if not name.startswith("moe"))
 
 # Files of `run`.
 _TOKENS = "tokens (T, H)"
@@ -147,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
             "longer of compute and transfer.",
         )
         _add_measured(operator, name)
-        if name not in _TUNED:
+        if name.startswith("moe"):
             operator.add_argument(
                 "--routing",
                 choices=ROUTINGS,
@@ -173,8 +172,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    for name in _TUNED:
-        what, _ = _MEASURED[name]
+    for name, (what, _) in _MEASURED.items():
         operator = operators.add_parser(
             name,
             help="its tiles, movers and chunks",

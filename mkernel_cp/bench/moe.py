@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import reference
 from ..communicator import Communicator
-from ..operators.moe_dispatch_gemm import MoeDispatchGemm, moe_dispatch_gemm
+from ..operators.moe_dispatch_gemm import DispatchLayout, MoeDispatchGemm, moe_dispatch_gemm
 from ..operators.moe_layer import MoeLayer, moe_layer
 from ..reference import array_split_counts
 from . import baselines
@@ -560,6 +560,25 @@ class MoeLayerBench(ExpertsBench):
         for place, expert in enumerate(experts):
             found[place] = self._machine.asnumpy(self._expert(0, expert, shape, second))
         return found
+
+
+def layout_of(
+    comm: Communicator,
+    ids: np.ndarray,
+    experts: int,
+    max_tokens: int,
+    capacity: int,
+    dtype: np.dtype,
+) -> DispatchLayout:
+    """Return the layout of a dispatch that leaves nothing to multiply. Collective."""
+    machine, here = comm.machine, comm.row_counts(experts)[comm.rank]
+    x, w = (machine.empty(shape, dtype) for shape in ((len(ids), 1), (here, 1, 1)))
+    for array in (x, w):
+        machine.zero(array)
+    operands = x, machine.asarray(ids, None), w
+    asked = {"num_experts": experts, "max_tokens": max_tokens, "capacity": capacity}
+    with MoeDispatchGemm(*operands, comm=comm, **asked) as step:
+        return step(*operands)[1]
 
 
 def take(xp: Any, rows: Any, index: Any, to: Any) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..communicator import Communicator
 from ..operators.moe_combine import MoeCombine, moe_combine
-from ..operators.moe_dispatch_gemm import DispatchLayout, MoeDispatchGemm
-from .moe import ExpertsBench, Route, choose, take
+from ..operators.moe_dispatch_gemm import DispatchLayout
+from .moe import ExpertsBench, Route, choose, layout_of, take
 from .operator import Sample, Shape, Way
 from .timing import Call
 
@@ -135,27 +134,14 @@ class MoeCombineBench(ExpertsBench):
         return Operands(
             rows,
             self._weights(own.shape, seed),
-            self._layout(comm, own, experts, max(counts), route.capacity),
+            layout_of(comm, own, experts, max(counts), route.capacity, self._dtype),
             made,
             by_expert,
-            self._layout(self._alone, own, experts, len(own), own.size),
+            layout_of(self._alone, own, experts, len(own), own.size, self._dtype),
             own,
             route,
             machine.empty((len(own), n), self._dtype),
         )
-
-    def _layout(
-        self, comm: Communicator, ids: np.ndarray, experts: int, max_tokens: int, capacity: int
-    ) -> DispatchLayout:
-        """Return the layout of a dispatch that leaves nothing to multiply."""
-        machine, here = comm.machine, comm.row_counts(experts)[comm.rank]
-        x, w = (machine.empty(shape, self._dtype) for shape in ((len(ids), 1), (here, 1, 1)))
-        for array in (x, w):
-            machine.zero(array)
-        operands = x, machine.asarray(ids, None), w
-        asked = {"num_experts": experts, "max_tokens": max_tokens, "capacity": capacity}
-        with MoeDispatchGemm(*operands, comm=comm, **asked) as step:
-            return step(*operands)[1]
 
     def _samples(self, one: Operands) -> tuple[Sample, Sample]:
         """Return what to look at of sums on one rank alone, and on all."""

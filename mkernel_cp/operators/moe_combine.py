@@ -353,7 +353,10 @@ class _Spec:
                 f"layout is a {type(layout).__name__}: use what moe_dispatch_gemm has returned"
             )
         check_weights(weights, rows.dtype, layout.tokens, layout.slots)
-        self.options = operands.options(options, "moe_combine", sums=True)
+        self.experts = len(layout.expert_offsets) - 1
+        shape = comm.size * layout.max_tokens, rows.shape[1], self.experts, layout.slots
+        options = operands.options(options, "moe_combine", sums=True)
+        self.options = comm.tuning.fill(options, "moe_combine", rows.dtype.name, shape)
         transfer = plans.output_dtype(rows.dtype, self.options.transfer_dtype, "transfer_dtype")
         self.asked = Combine(
             ranks=comm.size,
@@ -365,7 +368,6 @@ class _Spec:
             chunk_bytes=self.options.chunk_bytes,
             nodes=comm.topology.sizes,
         )
-        self.experts = len(layout.expert_offsets) - 1
         self._key = self.asked, self.experts, self.options
 
     def check(self, rows: np.ndarray, weights: np.ndarray, layout: DispatchLayout) -> None:

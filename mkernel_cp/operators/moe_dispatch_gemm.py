@@ -20,6 +20,7 @@ from ..moe_plan import (
     offsets_of,
     plan_moe_dispatch_gemm,
     shared_bytes,
+    takes_fast_engine,
 )
 from ..reference import array_split_counts
 from ..transport.network import check_chunks
@@ -236,8 +237,10 @@ class MoeDispatchGemm:
         if asked.max_tokens is None:
             most = max(comm.agreement(str(asked), None, lambda: tokens))
             asked = dataclasses.replace(asked, max_tokens=most)
+        options = measured(spec.options, "moe_dispatch_gemm", asked, asked.products, comm)
+        asked = dataclasses.replace(asked, chunk_bytes=options.chunk_bytes)
         self._dispatch, self._what = asked, str(asked)
-        tile = dispatch_tile(comm.rank, asked, spec.options, comm.machine.gpu)
+        tile = dispatch_tile(comm.rank, asked, options, comm.machine.gpu)
         self._reading = Reading(tile, asked.dtype, (w,))
         words = {**plans.type_defines(asked.dtype, asked.out_dtype), **self._reading.defines()}
         if asked.several_nodes:
@@ -254,8 +257,8 @@ class MoeDispatchGemm:
         comm.agreement(self._what, asked.need, compile_and_check)
         self._kernel = comm.load(kernel)
         room = shared_bytes(asked, tile, asked.out_dtype)
-        capacity = gpu_capacity(self._kernel, room, spec.options, comm)
-        self.plan = plan_moe_dispatch_gemm(comm.rank, asked, tile, spec.options, capacity)
+        capacity = gpu_capacity(self._kernel, room, options, comm)
+        self.plan = plan_moe_dispatch_gemm(comm.rank, asked, tile, options, capacity)
         self._counts = counts_of(asked, sum(self.plan.split) + self.plan.network_agents, comm)
         self._bind(comm.arena)
 
@@ -493,6 +496,21 @@ def whole_number(name: str, value: Any) -> int | None:
     if value < 0:
         raise ValueError(f"{name}={value}: use 0 or more")
     return value
+
+
+def measured(
+    options: plans.Options,
+    operator: str,
+    agreed: Dispatch,
+    products: Sequence[tuple[int, int]],
+    comm: Communicator,
+) -> plans.Options:
+    """Return options with what was measured to be fastest, where the caller chooses nothing."""
+    shape = comm.size * agreed.max_tokens, agreed.h, agreed.n, agreed.experts, agreed.slots
+    found, gpu = comm.tuning.fill(options, operator, agreed.dtype.name, shape), comm.machine.gpu
+    if gpu is not None and not takes_fast_engine(agreed.dtype, products, gpu):
+        found = dataclasses.replace(found, tile=options.tile)  # measured are those of that engine
+    return found
 
 
 def check_room(agreed: Dispatch, columns: int, comm: Communicator) -> None:
