@@ -29,6 +29,7 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     Launch launch(p.world, plan.split, Agent::warps);
     const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
 
+    if (launch.agent().index() == 0 && launch.agent().lane() == 0) *p.origins.dispatch = launch.generation();
     Routing(launch, plan.routing).sort(p.choice, p.tokens, launch.agent().scratch(), p.origins.expert_offsets);
 
     auto let_go = [](Launch& self) {

@@ -24,14 +24,21 @@ _MEASURED = {
     ),
     "gemm-allreduce": ("the sum over ranks of A @ B", ""),
     "moe-dispatch-gemm": ("tokens times the weights of the experts that they chose", ""),
+    "moe-combine": ("the weighted sums of what experts have made of tokens", ""),
     "moe-layer": ("what a layer of experts, with swiglu, makes of tokens", ""),
 }
-_TUNED = tuple(name for name in _MEASURED if not name.startswith("moe"))
+
+# Files of `run`.
+_TOKENS = "tokens (T, H)"
+_CHOICES = "ids (T, k) of the experts of each token; -1: none"
+_WEIGHTS = "weights (T, k) of the choices, float32, or float64 for float64"
 
 _SHAPES = {
     ("M", "K", "N"): "rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N)",
     ("tokens", "H", "I", "E", "k"): "tokens, columns of tokens and of what an expert makes of "
     "them, experts of all ranks, choices of a token",
+    ("tokens", "N", "E", "k"): "tokens, columns of what is made of them, experts of all ranks, "
+    "choices of a token",
 }
 
 _DESCRIPTION = """\
@@ -94,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         operators,
         run.moe_dispatch_gemm,
         "tokens times the weights of the experts that they chose",
-        {"w": "weights (E, H, I) of all experts"},
+        {"x": _TOKENS, "topk_idx": _CHOICES, "w": "weights (E, H, I) of all experts"},
     ).add_argument(
         "--dtype",
         choices=[dtype.name for dtype in DTYPES],
@@ -102,10 +109,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_experts_run(
         operators,
+        run.moe_combine,
+        "the weighted sums of what experts have made of tokens",
+        {
+            "rows": "rows (R, N), one for each choice, in the order that moe-dispatch-gemm writes",
+            "topk_idx": _CHOICES,
+            "topk_weight": _WEIGHTS,
+        },
+    )
+    _add_experts_run(
+        operators,
         run.moe_layer,
         "what a layer of experts makes of tokens",
         {
-            "topk_weight": "weights (T, k) of the choices, float32, or float64 for float64",
+            "x": _TOKENS,
+            "topk_idx": _CHOICES,
+            "topk_weight": _WEIGHTS,
             "w1": "first weights (E, H, I) of all experts; for swiglu (E, H, 2 I)",
             "w2": "second weights (E, I, N)",
         },
@@ -127,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
             "longer of compute and transfer.",
         )
         _add_measured(operator, name)
-        if name not in _TUNED:
+        if name.startswith("moe"):
             operator.add_argument(
                 "--routing",
                 choices=ROUTINGS,
@@ -153,8 +172,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    for name in _TUNED:
-        what, _ = _MEASURED[name]
+    for name, (what, _) in _MEASURED.items():
         operator = operators.add_parser(
             name,
             help="its tiles, movers and chunks",
@@ -201,17 +219,16 @@ def _add_measured(operator: Any, name: str) -> None:
 
 
 def _add_experts_run(
-    operators: Any, program: Callable[..., int], what: str, more: dict[str, str]
+    operators: Any, program: Callable[..., int], what: str, files: dict[str, str]
 ) -> Any:
-    """Add an operator on experts to `run`, which takes more files than tokens and ids."""
+    """Add an operator on experts to `run`."""
     operator = operators.add_parser(
         program.__name__.replace("_", "-"),
         help=f"{what}, of .npy files",
-        description=f"{what.capitalize()}. Each rank reads some of the tokens and some of the "
-        "experts. A 2-byte void file is bfloat16.",
+        description=f"{what.capitalize()}. Each rank reads what is of some of the tokens and of "
+        "some of the experts. A 2-byte void file is bfloat16.",
     )
-    files = {"x": "tokens (T, H)", "topk_idx": "ids (T, k) of the experts of each; -1: none"}
-    for name, words in {**files, **more}.items():
+    for name, words in files.items():
         operator.add_argument(name, metavar=f"{name.upper()}.npy", help=words)
     operator.add_argument("-o", "--output", required=True, metavar="Y.npy", help="where to put it")
     operator.set_defaults(program=program)

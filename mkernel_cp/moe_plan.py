@@ -97,6 +97,11 @@ class Dispatch:
         return array_split_counts(self.experts, self.ranks)
 
     @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """(columns, k) of the product."""
+        return ((self.n, self.h),)
+
+    @property
     def capacities(self) -> tuple[int, ...]:
         """Rows of each rank's result."""
         if self.capacity is not None:
@@ -863,7 +868,7 @@ def plan_moe_layer(
 
 def dispatch_tile(rank: int, dispatch: Dispatch, options: Options, gpu: Gpu | None) -> Any:
     """Choose the tile of a rank's products."""
-    return _tile(dispatch, rank, [(dispatch.n, dispatch.h)], options, gpu)
+    return _tile(dispatch, rank, dispatch.products, options, gpu)
 
 
 def plan_moe_dispatch_gemm(
@@ -914,6 +919,12 @@ def _has_fast_engine(dtype: np.dtype, gpu: Gpu) -> bool:
     return gpu.arch == "sm_90a" and dtype.itemsize == 2
 
 
+def takes_fast_engine(dtype: np.dtype, products: Sequence[tuple[int, int]], gpu: Gpu) -> bool:
+    """Return whether a GPU has a fast engine for products of these (columns, k)."""
+    aligned = all(extent % _ALIGNED_ELEMENTS == 0 for product in products for extent in product)
+    return _has_fast_engine(dtype, gpu) and aligned
+
+
 def _tile(
     dispatch: Dispatch,
     rank: int,
@@ -933,8 +944,7 @@ def _tile(
             f"shared memory, the GPU has {gpu.shared_bytes} per block: use fewer"
         )
     tile = None
-    aligned = all(extent % _ALIGNED_ELEMENTS == 0 for product in products for extent in product)
-    if _has_fast_engine(dispatch.dtype, gpu) and aligned:
+    if takes_fast_engine(dispatch.dtype, products, gpu):
         rows = dispatch.ranks * dispatch.max_tokens * dispatch.slots / max(1, dispatch.experts)
         incoming = (dispatch.ranks - 1) * dispatch.max_tokens * dispatch.pitch
         groups = dispatch.experts_of[rank]

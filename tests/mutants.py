@@ -53,6 +53,8 @@ COMBINED_IN_TURNS = tuple(
         "test_every_interleaving_gives_the_right_result",
     )
 )
+LAYOUTS = ("test_moe_combine.py::test_a_layout_of_another_dispatch_on_one_rank_is_told_on_all",)
+TRACES = ("test_trace.py::test_sums_of_each_rank_for_each_are_spans",)
 LAYER = tuple(
     f"test_moe_layer.py::{name}"
     for name in (
@@ -507,9 +509,22 @@ MUTANTS = {
     ),
     "combination: weights before the peer's call": Mutant(
         "moe_combine.cu",
-        "if (!launch.await_call(peer, plan.digest) || !shown.await(peer, Crossing::heads)) break;",
+        "if (!launch.await_call(peer, message.digest) || !shown.await(peer, Crossing::heads)) "
+        "break;",
         "if (!launch.live() || peer > launch.size()) break;",
         COMBINED_IN_TURNS,
+    ),
+    "combination: spans of all sums": Mutant(
+        H + "combine.cuh",
+        "Traced::sum, Tile{peer, tokens,",
+        "Traced::note, Tile{peer, tokens,",
+        TRACES,
+    ),
+    "combination: layouts of different dispatches": Mutant(
+        "moe_combine.cu", "message.digest += *p.origins.dispatch;", "", LAYOUTS
+    ),
+    "experts: a layout that does not tell its call": Mutant(
+        "moe_dispatch_gemm.cu", "*p.origins.dispatch = launch.generation();", "{}", LAYOUTS
     ),
     "combination: order of ranks": Mutant(
         H + "combine.cuh",

@@ -171,6 +171,11 @@ def test_run_of_experts_as_numpy(experts, tmp_path):
     assert done.returncode == 0, done.stderr
     rows, _ = reference.moe_dispatch_gemm([x], [ids], w1, 0, 5)
     rows.assert_close(np.load(tmp_path / "rows.npy"))
+    names = [tmp_path / "rows.npy", *(folder / f"{name}.npy" for name in ("ids", "weights"))]
+    done = run_experts(2, "moe-combine", names, tmp_path / "y.npy")
+    assert done.returncode == 0, done.stderr
+    sums = reference.moe_combine([np.load(tmp_path / "rows.npy")], [ids], weights, 0, 5)
+    sums.assert_close(np.load(tmp_path / "y.npy"))
     names = [folder / f"{name}.npy" for name in ("x", "ids", "weights", "w1", "w2")]
     done = run_experts(2, "moe-layer", names, tmp_path / "y.npy", "--activation", "gelu")
     assert done.returncode == 0, done.stderr
@@ -180,15 +185,17 @@ def test_run_of_experts_as_numpy(experts, tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("words", "text"),
     [
-        ("x wrong w1", "wrong.npy has 5 at ("),
-        ("x ids w2", "w2.npy has shape (5, 6, 4): with the other files it needs (5, 8, 4)"),
+        ("dispatch-gemm x wrong w1", "wrong.npy has 5 at ("),
+        ("dispatch-gemm x ids w2", "w2.npy has shape (5, 6, 4): with the other files it needs (5,"),
+        ("combine x ids weights", "x.npy has shape (19, 8): with the other files it needs ("),
     ],
 )
-def test_run_of_experts_refuses_with_one_message(experts, tmp_path, names, words):
-    paths = [experts[0] / f"{name}.npy" for name in names.split()]
-    assert words in message(run_experts(1, "moe-dispatch-gemm", paths, tmp_path / "y.npy"))
+def test_run_of_experts_refuses_with_one_message(experts, tmp_path, words, text):
+    operator, *names = words.split()
+    paths = [experts[0] / f"{name}.npy" for name in names]
+    assert text in message(run_experts(1, f"moe-{operator}", paths, tmp_path / "y.npy"))
     assert os.listdir(tmp_path) == []
 
 

@@ -108,6 +108,50 @@ def test_many_calls_of_one_plan_with_any_numbers_of_tokens(size, lanes):
     worlds.run(size, program)
 
 
+@pytest.mark.operator
+@pytest.mark.parametrize("size", worlds.SIZES)
+def test_replayed_calls_equal_reference(size):
+    """On GPUs a dispatch and a sum are captured once: one layout tells of ever other routings."""
+    case = ExpertCase("graph", (9, 5, 0, 7)[:size], 1, 6, 5, 2, "float32")
+    kinds = [dataclasses.replace(case, routing=kind) for kind in routing.ROUTINGS]
+
+    def program(comm):
+        with worlds.stream(comm):
+            ids = worlds.put(comm, ids_of(case, 0)[comm.rank].copy())
+            x = worlds.put(comm, np.zeros((len(ids), 1), np.float32))
+            w = worlds.put(comm, np.zeros((case.counts[comm.rank], 1, 1), np.float32))
+            dispatch = mk.MoeDispatchGemm(
+                *(x, ids, w), comm=comm, num_experts=5, capacity=2 * sum(case.tokens)
+            )
+            rows, weights = own_rows(comm, case, 0, behind=2 * sum(case.tokens))
+            found = dispatch(x, ids, w)
+            combine = mk.MoeCombine(rows, weights, found[1], comm=comm)
+            out = worlds.put(comm, np.zeros((len(ids), 6), np.float32))
+
+            def calls():
+                dispatch(x, ids, w, out=found)
+                for _ in range(2):
+                    combine(rows, weights, found[1], out=out)
+
+            calls()
+            comm.synchronize()
+            replay = worlds.replayer(comm, calls)
+            for seed in range(10):
+                kind = kinds[seed % len(kinds)]
+                own, factors = own_rows(comm, kind, seed)
+                worlds.fill(comm, rows[: len(own)], worlds.get(comm, own))
+                worlds.fill(comm, weights, worlds.get(comm, factors))
+                worlds.fill(comm, ids, ids_of(kind, seed)[comm.rank])
+                replay()
+                right = expected_sum(kind, seed, comm.rank)
+                right.assert_close(worlds.get(comm, out))
+                if seed % 4 == 2:
+                    right.assert_close(worlds.get(comm, combine(rows, weights, found[1])))
+            comm.synchronize()
+
+    worlds.run(size, program)
+
+
 @pytest.mark.operator(world=3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_over_repeats_and_splits(dtype):
@@ -313,6 +357,52 @@ def test_different_calls_are_told_on_all_ranks(name, warm):
                     mk.moe_combine(**asked)
             with pytest.raises(mk.ArgumentMismatchError, match=r"rank \d calls moe_combine\(N="):
                 mk.moe_combine(**(other if comm.rank == 1 else same))
+
+    mk.LocalWorld(2).run(main)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("how", ["another", "the same, filled in again"])
+@pytest.mark.parametrize("wrong", range(3))
+def test_a_layout_of_another_dispatch_on_one_rank_is_told_on_all(wrong, how, nodes):
+    case, outs = ExpertCase("layouts", (9, 8, 9), 1, 4, 6, 4, "float64"), {}
+
+    def program(comm):
+        layout, other = (dispatched(comm, case, seed) for seed in (1, 2))
+        rows, weights = own_rows(comm, case, 1, behind=len(layout.source_rank))
+        for _ in range(2):
+            right = expected_sum(case, 1, comm.rank, None, None, comm.topology.sizes)
+            right.assert_close(mk.moe_combine(rows, weights, layout, comm=comm))
+        if how != "another":
+            mine = layout if comm.rank == wrong else None
+            dispatched(comm, case, 2, out=(np.empty((len(layout.source_rank), 1)), mine))
+        elif comm.rank == wrong:
+            layout = other
+        out = outs[comm.rank] = np.full((len(weights), case.n), 7.0)
+        mk.moe_combine(rows, weights, layout, comm=comm, out=out)
+
+    def main(mpi):
+        with pytest.raises(mk.Error) as raised, mk.Communicator(mpi, nodes=nodes) as comm:
+            program(comm)
+        return raised.value
+
+    errors = mk.LocalWorld(3).run(main)
+    worlds.all_are(errors, mk.ArgumentMismatchError, "moe_dispatch_gemm that their layouts are of")
+    for out in outs.values():  # a late rank knows before it begins
+        assert np.isnan(out).all() or (out == 7).all()
+
+
+def test_layouts_of_other_communicators_are_refused():
+    def main(mpi):
+        with mk.Communicator(mpi) as other, mk.Communicator(mpi) as comm:
+            x, w, theirs = np.ones((3, 1)), np.ones((1, 1, 1)), layout_of(other)
+            with pytest.raises(ValueError, match=r"^layout is of another communicator"):
+                mk.moe_combine(ROWS, WEIGHTS, theirs, comm=comm)
+            with pytest.raises(ValueError, match=r"^out\[1\] is of another communicator"):
+                mk.moe_dispatch_gemm(x, IDS, w, comm=comm, out=(np.ones((6, 1)), theirs))
+            np.testing.assert_array_equal(
+                mk.moe_combine(ROWS, WEIGHTS, layout_of(comm), comm=comm), 2.0
+            )
 
     mk.LocalWorld(2).run(main)
 

@@ -55,9 +55,8 @@ class GemmSpec:
 
     def _take_measured(self, comm: Communicator, operator: str) -> None:
         """Choose what was measured to be fastest, where the caller chooses nothing."""
-        self.options = comm.tuning.fill(
-            self.options, operator, self.dtype.name, sum(self.row_counts), self.k, self.n
-        )
+        shape = sum(self.row_counts), self.k, self.n
+        self.options = comm.tuning.fill(self.options, operator, self.dtype.name, shape)
 
     def _key(self) -> tuple:
         return (

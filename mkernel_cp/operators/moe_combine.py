@@ -42,7 +42,7 @@ def moe_combine(
         The weight of each expert that this rank's tokens chose, in the order of ``topk_idx``. A
         weight whose id is -1 has no influence.
     layout : DispatchLayout
-        Of the call of `moe_dispatch_gemm` that has sent the tokens.
+        Of the call of `moe_dispatch_gemm` that has sent the tokens, the same on all ranks.
     comm : Communicator
     out : (T_r, N) array, optional
         Where to put the result, in any strides; must not overlap the other arrays. A call that a
@@ -66,7 +66,8 @@ def moe_combine(
     TypeError, ValueError
         If this rank's arguments are wrong; its peers raise `PeerError`.
     ArgumentMismatchError
-        On all ranks, if they do not agree on N, k, the dtypes, `max_tokens` or the options.
+        On all ranks, if they do not agree on N, k, the dtypes, `max_tokens` or the options, or
+        pass layouts of different calls.
     TimeoutError, PeerLostError
         On all ranks, if one does not take part. What was not finished of the result is NaN.
 
@@ -194,6 +195,7 @@ class MoeCombine:
             ]
             arrays = [operand.shadow for operand in own]
             self._spec.check(*arrays, layout)
+            layout.check_communicator("layout", comm)
             if comm.target == "host" and int(layout.count) > len(arrays[0]):
                 raise ValueError(
                     f"layout has {int(layout.count)} rows, but rows has {len(arrays[0])}"
@@ -351,7 +353,10 @@ class _Spec:
                 f"layout is a {type(layout).__name__}: use what moe_dispatch_gemm has returned"
             )
         check_weights(weights, rows.dtype, layout.tokens, layout.slots)
-        self.options = operands.options(options, "moe_combine", sums=True)
+        self.experts = len(layout.expert_offsets) - 1
+        shape = comm.size * layout.max_tokens, rows.shape[1], self.experts, layout.slots
+        options = operands.options(options, "moe_combine", sums=True)
+        self.options = comm.tuning.fill(options, "moe_combine", rows.dtype.name, shape)
         transfer = plans.output_dtype(rows.dtype, self.options.transfer_dtype, "transfer_dtype")
         self.asked = Combine(
             ranks=comm.size,
@@ -363,7 +368,6 @@ class _Spec:
             chunk_bytes=self.options.chunk_bytes,
             nodes=comm.topology.sizes,
         )
-        self.experts = len(layout.expert_offsets) - 1
         self._key = self.asked, self.experts, self.options
 
     def check(self, rows: np.ndarray, weights: np.ndarray, layout: DispatchLayout) -> None:

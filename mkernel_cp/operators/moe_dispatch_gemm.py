@@ -20,6 +20,7 @@ from ..moe_plan import (
     offsets_of,
     plan_moe_dispatch_gemm,
     shared_bytes,
+    takes_fast_engine,
 )
 from ..reference import array_split_counts
 from ..transport.network import check_chunks
@@ -145,6 +146,7 @@ class DispatchLayout:
 
     def __init__(self, plan: MoeDispatchGemmPlan, machine: Any):
         self._machine = machine
+        self._dispatch = machine.empty((1,), np.dtype(np.uint64))  # which call has filled it in
         self.tokens, self.max_tokens, self.slots = 0, plan.max_tokens, plan.slots
         self.expert_offsets = machine.empty((plan.experts + 1,), np.dtype(np.int64))
         self.source_rank, self.source_token, self.source_slot = (
@@ -171,9 +173,19 @@ class DispatchLayout:
         """Fill in a struct ``RowOrigins``, by which kernels find the arrays."""
         for name in ("expert_offsets", "source_rank", "source_token", "source_slot"):
             setattr(origins, name, self._machine.shadow(getattr(self, name)).ctypes.data)
+        origins.dispatch = self._machine.shadow(self._dispatch).ctypes.data
+
+    def check_communicator(self, name: str, comm: Communicator) -> None:
+        """Raise ValueError unless it is of calls on this communicator."""
+        if self._machine is not comm.machine:
+            raise ValueError(
+                f"{name} is of another communicator: use what moe_dispatch_gemm has returned on "
+                "this one"
+            )
 
     def _clear(self) -> None:
         """Say that there are no rows."""
+        self._machine.zero(self._dispatch)
         self._machine.zero(self.expert_offsets)
         for array in (self.source_rank, self.source_token, self.source_slot):
             self._machine.fill(array, -1)
@@ -225,8 +237,10 @@ class MoeDispatchGemm:
         if asked.max_tokens is None:
             most = max(comm.agreement(str(asked), None, lambda: tokens))
             asked = dataclasses.replace(asked, max_tokens=most)
+        options = measured(spec.options, "moe_dispatch_gemm", asked, asked.products, comm)
+        asked = dataclasses.replace(asked, chunk_bytes=options.chunk_bytes)
         self._dispatch, self._what = asked, str(asked)
-        tile = dispatch_tile(comm.rank, asked, spec.options, comm.machine.gpu)
+        tile = dispatch_tile(comm.rank, asked, options, comm.machine.gpu)
         self._reading = Reading(tile, asked.dtype, (w,))
         words = {**plans.type_defines(asked.dtype, asked.out_dtype), **self._reading.defines()}
         if asked.several_nodes:
@@ -243,8 +257,8 @@ class MoeDispatchGemm:
         comm.agreement(self._what, asked.need, compile_and_check)
         self._kernel = comm.load(kernel)
         room = shared_bytes(asked, tile, asked.out_dtype)
-        capacity = gpu_capacity(self._kernel, room, spec.options, comm)
-        self.plan = plan_moe_dispatch_gemm(comm.rank, asked, tile, spec.options, capacity)
+        capacity = gpu_capacity(self._kernel, room, options, comm)
+        self.plan = plan_moe_dispatch_gemm(comm.rank, asked, tile, options, capacity)
         self._counts = counts_of(asked, sum(self.plan.split) + self.plan.network_agents, comm)
         self._bind(comm.arena)
 
@@ -347,6 +361,7 @@ class MoeDispatchGemm:
         result = operands.output(rows, shape, plan.out_dtype, inputs, machine, "out[0]")
         if layout is None:
             return result, DispatchLayout(plan, machine)
+        layout.check_communicator("out[1]", self._comm)
         have = len(layout.expert_offsets) - 1, len(layout.source_rank)
         have += layout.max_tokens, layout.slots
         need = plan.experts, plan.capacity, plan.max_tokens, plan.slots
@@ -481,6 +496,21 @@ def whole_number(name: str, value: Any) -> int | None:
     if value < 0:
         raise ValueError(f"{name}={value}: use 0 or more")
     return value
+
+
+def measured(
+    options: plans.Options,
+    operator: str,
+    agreed: Dispatch,
+    products: Sequence[tuple[int, int]],
+    comm: Communicator,
+) -> plans.Options:
+    """Return options with what was measured to be fastest, where the caller chooses nothing."""
+    shape = comm.size * agreed.max_tokens, agreed.h, agreed.n, agreed.experts, agreed.slots
+    found, gpu = comm.tuning.fill(options, operator, agreed.dtype.name, shape), comm.machine.gpu
+    if gpu is not None and not takes_fast_engine(agreed.dtype, products, gpu):
+        found = dataclasses.replace(found, tile=options.tile)  # measured are those of that engine
+    return found
 
 
 def check_room(agreed: Dispatch, columns: int, comm: Communicator) -> None:

@@ -32,6 +32,7 @@ from .moe_dispatch_gemm import (
     counts_of,
     experts_of_all,
     gpu_capacity,
+    measured,
     node_dispatch_plan,
     put_choice,
     put_tokens,
@@ -193,8 +194,10 @@ class MoeLayer:
         if asked.max_tokens is None:
             most = max(comm.agreement(str(asked), None, lambda: tokens))
             asked = dataclasses.replace(asked, max_tokens=most)
+        options = measured(spec.options, "moe_layer", asked.dispatch, asked.products, comm)
+        asked = dataclasses.replace(asked, chunk_bytes=options.chunk_bytes)
         self._layer, self._what = asked, str(asked)
-        tile = layer_tile(comm.rank, asked, spec.options, comm.machine.gpu)
+        tile = layer_tile(comm.rank, asked, options, comm.machine.gpu)
         self._reading = Reading(tile, asked.dtype, arrays[3:])
         self._sides = 2 if pairs_columns(asked, tile) else 1
         words = {
@@ -219,8 +222,8 @@ class MoeLayer:
         self._kernel = comm.load(kernel)
         staged = accumulator_dtype(asked.dtype)
         room = shared_bytes(asked.dispatch, tile, staged)
-        capacity = gpu_capacity(self._kernel, room, spec.options, comm)
-        self.plan = plan_moe_layer(comm.rank, asked, tile, spec.options, capacity)
+        capacity = gpu_capacity(self._kernel, room, options, comm)
+        self.plan = plan_moe_layer(comm.rank, asked, tile, options, capacity)
         self._make_room()
         self._bind(comm.arena)
 
