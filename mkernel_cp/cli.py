@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import __version__
+from .attention_plan import LAYOUTS
 from .bench.moe import ROUTINGS
 from .bench.records import RESULTS
-from .commands import bench, compile, demo, doctor, job, run, tune
+from .commands import bench, compile, demo, doctor, job, run, spelled, tune
 from .moe_plan import ACTIVATIONS
 from .plan import DTYPES
 
@@ -27,6 +28,7 @@ _MEASURED = {
     "moe-combine": ("the weighted sums of what experts have made of tokens", ""),
     "moe-layer": ("what a layer of experts, with swiglu, makes of tokens", ""),
 }
+_OF_OPERATORS = "run", "bench", "tune"
 
 # Files of `run`.
 _TOKENS = "tokens (T, H)"
@@ -49,6 +51,9 @@ missing."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 1 if it failed, 2 for a wrong command line."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] and argv[0] in _OF_OPERATORS:
+        argv[1:2] = map(spelled, argv[1:2])  # underscores will do
     with contextlib.ExitStack() as stack:
         if not job.speaks():
             # All ranks get the same words: one of them answers.
@@ -80,47 +85,87 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("run", help="run one operator on files")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    _add_run(
+    for program, how in (
+        (
+            run.allgather_gemm,
+            "Each rank reads some rows of A and some columns of B, and writes those columns of C.",
+        ),
+        (
+            run.gemm_reduce_scatter,
+            "Each rank reads some columns of A and those rows of B, and writes some rows of C.",
+        ),
+        (
+            run.gemm_allreduce,
+            "Each rank reads some columns of A and those rows of B, gets all of C, and writes some "
+            "rows of it.",
+        ),
+    ):
+        files = {"a": "matrix (M, K)", "b": "matrix (K, N) of the same dtype"}
+        operator = _add_run(operators, program, "C = A @ B", how, files, "C.npy")
+        _add_out_dtype(operator, "C: that of A (default), or float32 where A has 16 bits")
+
+    operator = _add_run(
         operators,
-        run.allgather_gemm,
-        "Each rank reads some rows of A and some columns of B, and writes those columns of C.",
+        run.ring_attention,
+        "attention of queries over keys and values",
+        "Each rank reads some positions, and writes those of the result.",
+        {
+            "q": "queries (B, S, Hq, D)",
+            "k": "keys (B, S, Hkv, D)",
+            "v": "values (B, S, Hkv, D)",
+        },
+        "O.npy",
     )
-    _add_run(
-        operators,
-        run.gemm_reduce_scatter,
-        "Each rank reads some columns of A and those rows of B, and writes some rows of C.",
+    operator.add_argument(
+        "--lse", metavar="LSE.npy", help="where to put the log-sum-exp (B, Hq, S)"
     )
-    _add_run(
-        operators,
-        run.gemm_allreduce,
-        "Each rank reads some columns of A and those rows of B, gets all of C, and writes some "
-        "rows of it.",
+    operator.add_argument(
+        "--causal", action="store_true", help="a position sees only itself and those before it"
+    )
+    operator.add_argument("--scale", type=float, help="of the scores (default: 1 / sqrt(D))")
+    operator.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="which positions a rank works on (default: %(default)s); zigzag gives all ranks the "
+        "same work with --causal",
+    )
+    operator.add_argument(
+        "--seq-counts",
+        type=run.counts,
+        metavar="S0,S1,...",
+        help="positions of each rank (default: as equal as can be)",
     )
 
-    _add_experts_run(
+    split = "Each rank reads some of the tokens and some of the experts."
+    operator = _add_run(
         operators,
         run.moe_dispatch_gemm,
         "tokens times the weights of the experts that they chose",
+        split,
         {"x": _TOKENS, "topk_idx": _CHOICES, "w": "weights (E, H, I) of all experts"},
-    ).add_argument(
-        "--dtype",
-        choices=[dtype.name for dtype in DTYPES],
-        help="of the rows: that of the tokens (default), or float32 where they have 16 bits",
+        "Y.npy",
     )
-    _add_experts_run(
+    _add_out_dtype(
+        operator, "the rows: that of the tokens (default), or float32 where they have 16 bits"
+    )
+    _add_run(
         operators,
         run.moe_combine,
         "the weighted sums of what experts have made of tokens",
+        split,
         {
             "rows": "rows (R, N), one for each choice, in the order that moe-dispatch-gemm writes",
             "topk_idx": _CHOICES,
             "topk_weight": _WEIGHTS,
         },
+        "Y.npy",
     )
-    _add_experts_run(
+    _add_run(
         operators,
         run.moe_layer,
         "what a layer of experts makes of tokens",
+        split,
         {
             "x": _TOKENS,
             "topk_idx": _CHOICES,
@@ -128,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
             "w1": "first weights (E, H, I) of all experts; for swiglu (E, H, 2 I)",
             "w2": "second weights (E, I, N)",
         },
+        "Y.npy",
     ).add_argument(
         "--activation",
         choices=[name or "none" for name in ACTIVATIONS],
@@ -163,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
         operator.add_argument(
             "--json",
             nargs="?",
-            const=str(RESULTS / f"{name.replace('-', '_')}.json"),
+            const=str(RESULTS / f"{bench.BENCHES[name].operator}.json"),
             metavar="PATH",
             help="write the records; without PATH where those of the package lie",
         )
@@ -196,8 +242,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--operator",
-        choices=compile.OPERATORS,
-        help="of one operator only (default: of all)",
+        type=spelled,
+        choices=[spelled(operator) for operator in compile.OPERATORS],
+        metavar="OPERATOR",
+        help="only of this one: %(choices)s",
     )
 
     commands.add_parser("doctor", help="tell what this machine has and lacks, and what mends it")
@@ -218,40 +266,30 @@ def _add_measured(operator: Any, name: str) -> None:
     operator.add_argument("--quick", action="store_true", help="only a few shapes")
 
 
-def _add_experts_run(
-    operators: Any, program: Callable[..., int], what: str, files: dict[str, str]
+def _add_run(
+    operators: Any,
+    program: Callable[..., int],
+    what: str,
+    how: str,
+    files: dict[str, str],
+    output: str,
 ) -> Any:
-    """Add an operator on experts to `run`."""
+    """Add an operator to `run`, which takes some files and makes one."""
     operator = operators.add_parser(
-        program.__name__.replace("_", "-"),
+        spelled(program.__name__),
         help=f"{what}, of .npy files",
-        description=f"{what.capitalize()}. Each rank reads what is of some of the tokens and of "
-        "some of the experts. A 2-byte void file is bfloat16.",
+        description=f"{what[0].upper()}{what[1:]}. {how} A 2-byte void file is bfloat16.",
     )
     for name, words in files.items():
         operator.add_argument(name, metavar=f"{name.upper()}.npy", help=words)
-    operator.add_argument("-o", "--output", required=True, metavar="Y.npy", help="where to put it")
+    operator.add_argument("-o", "--output", required=True, metavar=output, help="where to put it")
     operator.set_defaults(program=program)
     return operator
 
 
-def _add_run(operators: Any, program: Callable[..., int], how: str) -> None:
-    """Add an operator to `run`."""
-    name = program.__name__.replace("_", "-")
-    operator = operators.add_parser(
-        name,
-        help="C = A @ B of .npy files",
-        description=f"C = A @ B. {how} A 2-byte void file is bfloat16.",
-    )
-    operator.add_argument("a", metavar="A.npy", help="matrix (M, K)")
-    operator.add_argument("b", metavar="B.npy", help="matrix (K, N) of the same dtype")
-    operator.add_argument("-o", "--output", required=True, metavar="C.npy", help="where to put C")
-    operator.add_argument(
-        "--dtype",
-        choices=[dtype.name for dtype in DTYPES],
-        help="of C: that of A (default), or float32 where A has 16 bits",
-    )
-    operator.set_defaults(program=program)
+def _add_out_dtype(operator: Any, whose: str) -> None:
+    """Add the choice of the output's dtype."""
+    operator.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES], help=f"of {whose}")
 
 
 if __name__ == "__main__":

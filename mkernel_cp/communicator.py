@@ -1204,6 +1204,9 @@ class _Calling:
         except BaseException:
             comm._leave()
             raise
+        trace = current_trace()
+        if trace is not None:
+            trace.meet(comm)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         comm = self._comm

@@ -267,7 +267,7 @@ class _CudaEntry:
                 f"{self.source} does not compile\nnvrtc {shlex.join(options)}\n{log}"
             )
         for line in losses(log):
-            logger.warning("%s: %s", self.name, line)
+            logger.info("%s: %s", self.name, line)
         output.write_bytes(code)
 
 

@@ -84,8 +84,8 @@ def trace(path: str | os.PathLike[str], *, capacity: int = 2048) -> Iterator[Non
     Parameters
     ----------
     path : path
-        The file, which rank 0 writes at the end; it replaces one that is there. Ranks that share no
-        communicator need files of their own.
+        The file, which rank 0 writes, in place of one that is there. At the end it always is there,
+        without spans if no call has run. Ranks that share no communicator need files of their own.
     capacity : int, optional
         Spans that a thread can record. Further ones are counted, and the file says how many.
 
@@ -109,7 +109,8 @@ def trace(path: str | os.PathLike[str], *, capacity: int = 2048) -> Iterator[Non
     asked for.
 
     Where the context is left by an exception, or a call has failed, no rank waits for another: each
-    writes its own spans, rank 0 to `path`, others beside it, as to ``trace.rank1.json``.
+    writes its own spans, rank 0 to `path`, others beside it, as to ``trace.rank1.json``. Where such
+    a file is left of an earlier trace, its rank removes it.
 
     Examples
     --------
@@ -262,9 +263,16 @@ class Trace:
     def __init__(self, path: Path, capacity: int):
         self.path = path
         self._capacity = capacity
+        self._found = _stamp(path)
+        self._rank: int | None = None  # in the communicator of the first call
         self._file: TextIO | None = None  # of a rank 0
         self._recorders: dict[Any, _Recorder] = {}
         self._gathered: list[list[_RankTrace]] = []  # per communicator
+
+    def meet(self, comm: Any) -> None:
+        """Learn from a call, before anything can be wrong with it, which rank this is."""
+        if self._rank is None:
+            self._rank = comm.rank
 
     def variant(self, comm: Any, kernel: Any, request: Any, what: str) -> Any:
         """Return the kernel that is to run in place of another: it records what it does."""
@@ -274,8 +282,11 @@ class Trace:
         if recorder is None:
 
             def begin() -> None:
-                if comm.rank == 0:
-                    self._open()
+                if comm.rank == 0 and not self._open():
+                    raise errors.ConfigurationError(
+                        f"another trace is being written to {self.path}: give the ranks of each "
+                        "communicator a path of their own"
+                    )
                 comm.load(source)  # here, where no deadline counts
 
             comm.agree("trace()", begin)
@@ -293,10 +304,10 @@ class Trace:
         comm.machine.begin()  # behind what the agreement has queued
         return traced
 
-    def _open(self) -> None:
-        """Open the file, for this trace alone."""
+    def _open(self) -> bool:
+        """Open the file, for this trace alone; return whether no other one has it."""
         if self._file is not None:
-            return
+            return True
         try:
             file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
@@ -308,11 +319,10 @@ class Trace:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.close()
-            raise errors.ConfigurationError(
-                f"another trace is being written to {self.path}: give the ranks of each "
-                "communicator a path of their own"
-            ) from None
+            return False
         self._file = file
+        self._dump()  # whatever ends this process, an older trace is not taken for this one
+        return True
 
     def collect(self, comm: Any, *, together: bool) -> None:
         """Take what a communicator has recorded; collective if `together`, and none has failed."""
@@ -346,21 +356,36 @@ class Trace:
             self._recorders.clear()
             try:
                 self._write()
-            except OSError as error:
+            except (OSError, errors.ConfigurationError) as error:
                 if together:
                     raise
                 logger.warning("cannot write the trace to %s: %s", self.path, error)
 
     def _write(self) -> None:
-        if self._file is None and self._gathered:  # what could not be handed to rank 0
-            rank = self._gathered[0][0].rank
-            name = f"{self.path.stem}.rank{rank}{self.path.suffix}"
-            self._file = open(self.path.with_name(name), "a", encoding="utf-8")  # noqa: SIM115
-        if self._file is None:
-            return
-        with self._file as file:
-            file.truncate(0)
-            json.dump(_chrome_trace(self._gathered), file, separators=(",", ":"))
+        if self._file is None and self._rank:  # what could not be handed to rank 0
+            own = self.path.with_name(f"{self.path.stem}.rank{self._rank}{self.path.suffix}")
+            own.unlink(missing_ok=True)
+            if self._gathered:
+                self._file = open(own, "a", encoding="utf-8")  # noqa: SIM115
+        elif self._file is None and (self._rank == 0 or _stamp(self.path) == self._found):
+            self._open()  # nothing has run here, nor, if the file is as it was, on other ranks
+        if self._file is not None:
+            with self._file:
+                self._dump()
+
+    def _dump(self) -> None:
+        self._file.truncate(0)
+        json.dump(_chrome_trace(self._gathered), self._file, separators=(",", ":"))
+        self._file.flush()
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Return what changes when a file is written; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _chrome_trace(gathered: list[list[_RankTrace]]) -> dict[str, Any]:

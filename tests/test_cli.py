@@ -9,12 +9,13 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+import worlds
 from launcher import ROOT, mpirun
 
 import mkernel_cp as mk
-from mkernel_cp import plan, reference
+from mkernel_cp import cli, plan, reference
 from mkernel_cp.attention_plan import Attention, choose_attention_tile
-from mkernel_cp.commands import compile, doctor
+from mkernel_cp.commands import compile, doctor, job
 from mkernel_cp.transport import check
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -35,9 +36,22 @@ def run(ranks, a, b, c, *options, operator="allgather-gemm"):
     return mpirun(ranks, "-m", "mkernel_cp", *args)
 
 
-def run_experts(ranks, operator, inputs, output, *options):
+def run_files(ranks, operator, inputs, output, *options):
     args = ("run", operator, *inputs, "-o", output, *options)
     return mpirun(ranks, "-m", "mkernel_cp", *args)
+
+
+def refusal(ranks, *args):
+    """Return what `run` tells of its arguments, on ranks that are threads; the same on each."""
+    arguments = cli._parser().parse_args(["run", *map(str, args)])
+
+    def program(comm):
+        with pytest.raises(job.CommandError) as raised:
+            arguments.program(comm, arguments)
+        return str(raised.value)
+
+    (text,) = set(worlds.run(ranks, program))
+    return text
 
 
 def on_ranks(ranks, body, **options):
@@ -65,6 +79,15 @@ def message(done):
 def test_version():
     done = alone("--version")
     assert (done.returncode, done.stdout) == (0, f"mkernel_cp {mk.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "tune"])
+def test_operators_are_spelled_with_dashes_or_underscores(command):
+    dashes, underscores = (
+        alone(command, name, "--help") for name in ("allgather-gemm", "allgather_gemm")
+    )
+    assert (underscores.returncode, underscores.stdout) == (0, dashes.stdout)
+    assert f"mkernel-cp {command} allgather-gemm" in dashes.stdout
 
 
 @pytest.mark.mpi
@@ -167,23 +190,22 @@ def test_run_of_experts_as_numpy(experts, tmp_path):
     folder, arrays = experts
     x, ids, weights, w1, w2 = (arrays[name] for name in ("x", "ids", "weights", "w1", "w2"))
     names = [folder / f"{name}.npy" for name in ("x", "ids", "w1")]
-    done = run_experts(3, "moe-dispatch-gemm", names, tmp_path / "rows.npy")
+    done = run_files(3, "moe-dispatch-gemm", names, tmp_path / "rows.npy")
     assert done.returncode == 0, done.stderr
     rows, _ = reference.moe_dispatch_gemm([x], [ids], w1, 0, 5)
     rows.assert_close(np.load(tmp_path / "rows.npy"))
     names = [tmp_path / "rows.npy", *(folder / f"{name}.npy" for name in ("ids", "weights"))]
-    done = run_experts(2, "moe-combine", names, tmp_path / "y.npy")
+    done = run_files(2, "moe-combine", names, tmp_path / "y.npy")
     assert done.returncode == 0, done.stderr
     sums = reference.moe_combine([np.load(tmp_path / "rows.npy")], [ids], weights, 0, 5)
     sums.assert_close(np.load(tmp_path / "y.npy"))
     names = [folder / f"{name}.npy" for name in ("x", "ids", "weights", "w1", "w2")]
-    done = run_experts(2, "moe-layer", names, tmp_path / "y.npy", "--activation", "gelu")
+    done = run_files(2, "moe-layer", names, tmp_path / "y.npy", "--activation", "gelu")
     assert done.returncode == 0, done.stderr
     layer = reference.moe_layer([x], [ids], weights, [w1], [w2], 0, 5, "gelu")
     layer.assert_close(np.load(tmp_path / "y.npy"))
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -192,10 +214,64 @@ def test_run_of_experts_as_numpy(experts, tmp_path):
         ("combine x ids weights", "x.npy has shape (19, 8): with the other files it needs ("),
     ],
 )
-def test_run_of_experts_refuses_with_one_message(experts, tmp_path, words, text):
+def test_run_of_experts_refuses(experts, tmp_path, words, text):
     operator, *names = words.split()
     paths = [experts[0] / f"{name}.npy" for name in names]
-    assert text in message(run_experts(1, f"moe-{operator}", paths, tmp_path / "y.npy"))
+    assert text in refusal(2, f"moe-{operator}", *paths, "-o", tmp_path / "y.npy")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    """Files of queries, keys and values, and what is in them."""
+    folder, random = tmp_path_factory.mktemp("heads"), np.random.default_rng(2)
+    shapes = {"q": (2, 21, 4, 12), "k": (2, 21, 2, 12), "v": (2, 21, 2, 12), "few": (2, 21, 3, 12)}
+    arrays = {name: random.standard_normal(shape) for name, shape in shapes.items()}
+    arrays |= {f"{name}16": arrays[name].astype(BFLOAT16) for name in "qkv"}
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    return folder, arrays
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("names", "options", "asked"),
+    [
+        ("qkv", ["--scale", "0.3", "--seq-counts", "4,0,17"], {"scale": 0.3}),
+        (["q16", "k16", "v16"], ["--causal", "--layout", "zigzag"], {"causal": True}),
+    ],
+)
+def test_run_of_attention_as_the_reference(heads, tmp_path, names, options, asked):
+    folder, arrays = heads
+    paths = [folder / f"{name}.npy" for name in names]
+    to = tmp_path / "o.npy", tmp_path / "lse.npy"
+    done = run_files(3, "ring-attention", paths, to[0], "--lse", to[1], *options)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == list(map(str, to))
+    q, k, v = (arrays[name] for name in names)
+    for expected, path in zip(reference.ring_attention(q, [k], [v], 0, **asked), to, strict=True):
+        found = np.load(path)
+        expected.assert_close(found.view(BFLOAT16) if found.dtype == np.dtype("V2") else found)
+    assert sorted(os.listdir(tmp_path)) == ["lse.npy", "o.npy"]
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "words"),
+    [
+        (
+            "q k few",
+            [],
+            "few.npy has shape (2, 21, 3, 12): with the other files it needs (2, 21, 2",
+        ),
+        ("q few few", [], "few.npy 3: use a multiple"),
+        ("q k v", ["--seq-counts", "20"], "[20]: "),
+        ("q k v", ["--lse", "{output}"], "o.npy: the result goes there; use another file"),
+    ],
+)
+def test_run_of_attention_refuses(heads, tmp_path, names, options, words):
+    paths, output = [heads[0] / f"{name}.npy" for name in names.split()], tmp_path / "o.npy"
+    options = [option.format(output=output) for option in options]
+    assert words in refusal(2, "ring-attention", *paths, "-o", output, *options)
     assert os.listdir(tmp_path) == []
 
 
@@ -225,24 +301,36 @@ def test_run_on_any_shape_dtype_and_order(files, tmp_path, ranks, a, b, dtype):
     assert os.listdir(tmp_path) == ["C.npy"]
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        ("missing", "B", "missing.npy: No such file"),
+        ("A", "missing", "missing.npy: No such file"),
+        ("truncated", "B", "truncated.npy is truncated: it has 2664127 bytes"),
+        ("half_a_header", "B", "half_a_header.npy is not a .npy file"),
+        ("empty", "B", "empty.npy is not a .npy file"),
+        ("text", "B", "text.npy is not a .npy file"),
+        ("folder", "B", "folder.npy is not a regular file"),
+        ("vector", "B", "vector.npy has shape (333,): use a matrix"),
+        ("integers", "B", "integers.npy has dtype int64: not allowed"),
+        ("big_endian", "B", "big_endian.npy has dtype >f8: not allowed"),
+        ("records", "B", "records.npy has dtype"),
+        ("objects", "B", "objects.npy has dtype object: not allowed"),
+        ("B", "B", "A needs as many columns as B has rows"),
+        ("A_float16", "B", "A_float16.npy has dtype float16"),
+    ],
+)
+def test_run_refuses_inputs(files, tmp_path, a, b, words):
+    names = files / f"{a}.npy", files / f"{b}.npy", "-o", tmp_path / "C.npy"
+    assert words in refusal(2, "allgather-gemm", *names)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("a", "b", "c", "words"),
     [
         ("missing", "B", "C.npy", "missing.npy: No such file"),
-        ("A", "missing", "C.npy", "missing.npy: No such file"),
-        ("truncated", "B", "C.npy", "truncated.npy is truncated: it has 2664127 bytes"),
-        ("half_a_header", "B", "C.npy", "half_a_header.npy is not a .npy file"),
-        ("empty", "B", "C.npy", "empty.npy is not a .npy file"),
-        ("text", "B", "C.npy", "text.npy is not a .npy file"),
-        ("folder", "B", "C.npy", "folder.npy is not a regular file"),
-        ("vector", "B", "C.npy", "vector.npy has shape (333,): use a matrix"),
-        ("integers", "B", "C.npy", "integers.npy has dtype int64: not allowed"),
-        ("big_endian", "B", "C.npy", "big_endian.npy has dtype >f8: not allowed"),
-        ("records", "B", "C.npy", "records.npy has dtype"),
-        ("objects", "B", "C.npy", "objects.npy has dtype object: not allowed"),
-        ("B", "B", "C.npy", "A needs as many columns as B has rows"),
-        ("A_float16", "B", "C.npy", "A_float16.npy has dtype float16"),
         ("A", "B", "missing/C.npy", "missing/C.npy: No such file"),
         ("A", "B", "file/C.npy", "file/C.npy: Not a directory"),
         ("A", "B", "folder", "folder is not a regular file"),
@@ -388,11 +476,18 @@ def test_demo_notices_bytes_that_were_not_planned():
 @pytest.mark.nvrtc
 def test_compile_fills_the_cache_once(tmp_path):
     env = {"MKERNEL_CACHE_DIR": str(tmp_path)}
-    options = ("--arch", "sm_80", "--operator", "allgather_gemm")
-    for compiled in (7, 0):
-        done = alone("compile", *options, env=env)
-        assert done.returncode == 0, done.stderr
-        assert f"7 kernels for sm_80: {compiled} compiled" in done.stdout
+    for compiled, operator in ((7, "allgather-gemm"), (0, "allgather_gemm")):
+        done = alone("compile", "--arch", "sm_80", "--operator", operator, env=env)
+        assert (done.returncode, done.stderr) == (0, "")
+        *kernels, headings, row, last = done.stdout.splitlines()
+        assert [line.split()[:5] for line in kernels][::6] == [
+            [str(number), "of", "7", "allgather_gemm", name]
+            for number, name in ((1, "bfloat16"), (7, "tfloat32"))
+        ]
+        assert all(line.endswith(" s" if compiled else "was there") for line in kernels)
+        assert headings.split() == ["kernel", "variants", "compiled", "seconds"]
+        assert row.split()[:3] == ["allgather_gemm", "7", str(compiled)]
+        assert last.startswith(f"7 kernels for sm_80: {compiled} compiled in ")
     assert len(list(tmp_path.glob("*.cubin"))) == 7
     done = alone("compile", "--arch", "gpu", env=env)
     assert done.returncode == 1

@@ -263,14 +263,61 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_runs(tmp_path)
     worlds.run(len(COUNTS), program)
 
 
-def test_traces_do_not_nest_and_one_without_calls_writes_nothing(tmp_path):
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_file_is_there_in_place_of_older_ones(tmp_path, fails):
+    """Also where the first call fails while it is planned."""
+    path, others = tmp_path / "trace.json", tmp_path / "trace.rank1.json"
+    path.write_text("an older trace")
+    others.write_text("of a call that failed")
+
+    def program(comm):
+        a, b = operands(comm)
+        refused = pytest.raises(TypeError, match="rounds float32")
+        with refused if fails else contextlib.nullcontext(), mk.trace(path):
+            options = mk.Options(tf32=fails)
+            mk.allgather_gemm(a, b, comm=comm, row_counts=COUNTS, options=options)
+
+    worlds.run(len(COUNTS), program)
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    assert bool(spans(json.loads(path.read_text()))) != fails
+
+
+def test_ranks_without_calls_leave_the_file_of_those_that_make_some(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text("an older trace")
+
+    def main(mpi):
+        calls = mpi.Get_rank() > 0
+        part = mpi.Split(calls)
+        with mk.trace(path):
+            if calls:
+                with mk.Communicator(part) as comm:
+                    mk.allgather_gemm(np.ones((3, 4)), np.ones((4, 5)), comm=comm)
+            else:
+                written.wait(30)
+        if calls:
+            written.wait(30)
+
+    written = threading.Barrier(3)
+    mk.LocalWorld(3).run(main)
+    assert spans(json.loads(path.read_text()), "compute")
+
+
+def test_traces_do_not_nest_and_one_without_calls_has_no_spans(tmp_path):
+    (tmp_path / "outer").write_text("an older trace")
     with mk.trace(tmp_path / "outer"):
         text = r"trace\('inner'\) within trace\('.*outer'\): one at a time"
         with pytest.raises(mk.ConcurrentCallError, match=text), mk.trace("inner"):
             pass
     with pytest.raises(ValueError, match="at least 1"), mk.trace("none", capacity=0):
         pass
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["outer"]
+    assert json.loads((tmp_path / "outer").read_text())["traceEvents"] == []
+    with (
+        pytest.raises(mk.ConfigurationError, match="cannot write"),
+        mk.trace(tmp_path / "no" / "t"),
+    ):
+        pass
 
 
 def test_a_rank_that_does_not_trace_is_named(tmp_path):

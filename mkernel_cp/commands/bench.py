@@ -17,10 +17,11 @@ from ..bench.operator import OperatorBench
 from ..bench.reductions import GemmAllReduceBench, GemmReduceScatterBench
 from ..communicator import Communicator
 from ..errors import Error
+from . import spelled
 from .job import CommandError, together
 
 BENCHES: dict[str, type[OperatorBench]] = {
-    kind.operator.replace("_", "-"): kind
+    spelled(kind.operator): kind
     for kind in (
         AllGatherGemmBench,
         GemmReduceScatterBench,

@@ -1,7 +1,6 @@
 """`compile`: fill the cache of compiled code, for a job that is to start at once. Needs no GPU."""
 
 import argparse
-import itertools
 import time
 from typing import Any
 
@@ -11,6 +10,7 @@ from .. import compiler, plan
 from ..attention_plan import attention_tiles
 from ..errors import CompileError, ConfigurationError
 from ..moe_plan import ACTIVATIONS, expert_tiles
+from . import spelled
 from .job import say
 
 # Of those that multiply, whether partial sums travel, whose dtype then is that of the operands.
@@ -19,6 +19,8 @@ _EXPERTS = "moe_dispatch_gemm", "moe_combine", "moe_layer"
 OPERATORS = (*_GEMMS, "ring_attention", *_EXPERTS)
 # Where an operator has more kernels than that of its name.
 _FORMS = {"gemm_allreduce": ("gemm_allreduce", "gemm_allreduce_one_shot")}
+
+_LINE = "{:<26}{:>10}{:>10}{:>10}"
 
 _FLOAT32 = np.dtype(np.float32)
 # KiB of shared memory that a thread block can have, by compute capability.
@@ -84,22 +86,36 @@ def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
-    """Compile every operator's kernels; return the exit code."""
-    start, before = time.monotonic(), compiler.compile_count()
-    operators = OPERATORS if arguments.operator is None else (arguments.operator,)
-    kernels = 0
+    """Compile the kernels, say so of each, and at the end in a table; return the exit code."""
+    arch, asked = arguments.arch, arguments.operator
+    done: list[tuple[str, int, float]] = []
     try:
-        for operator in operators:
-            forms = _FORMS.get(operator, (operator,))
-            for form, defines in itertools.product(forms, kernels_for(operator, arguments.arch)):
-                source = compiler.kernel_source(form)
-                compiler.cubin(source, arguments.arch, defines=defines)
-                kernels += 1
+        kernels = [
+            (form, defines)
+            for operator in OPERATORS
+            if asked in (None, spelled(operator))
+            for form in _FORMS.get(operator, (operator,))
+            for defines in kernels_for(operator, arch)
+        ]
+        for number, (form, defines) in enumerate(kernels, 1):
+            start, before = time.monotonic(), compiler.compile_count()
+            compiler.cubin(compiler.kernel_source(form), arch, defines=defines)
+            compiled, seconds = compiler.compile_count() - before, time.monotonic() - start
+            done.append((form, compiled, seconds))
+            name = f"{form} {defines['MK_TYPE']}"
+            words = f"{seconds:.1f} s" if compiled else "was there"
+            print(f"{number:3} of {len(kernels)}  {name:<36}{words:>9}", flush=True)
     except (CompileError, ConfigurationError, ValueError) as error:
         say(error)
         return 1
+    print(_LINE.format("kernel", "variants", "compiled", "seconds"))
+    for form in dict.fromkeys(form for form, *_ in done):
+        its = [(compiled, seconds) for name, compiled, seconds in done if name == form]
+        compiled, seconds = map(sum, zip(*its, strict=True))
+        print(_LINE.format(form, len(its), compiled, f"{seconds:.1f}"))
+    _, compiled, seconds = zip(*done, strict=True)
     print(
-        f"{kernels} kernels for {arguments.arch}: {compiler.compile_count() - before} compiled in "
-        f"{time.monotonic() - start:.1f} s, the others were there"
+        f"{len(done)} kernels for {arch}: {sum(compiled)} compiled in {sum(seconds):.1f} s, the "
+        "others were there"
     )
     return 0

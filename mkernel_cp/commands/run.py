@@ -8,7 +8,7 @@ import signal
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..attention_plan import MOST_COLUMNS, zigzag_counts
 from ..communicator import Communicator
 from ..operators import allgather_gemm as gather
 from ..operators import gemm_allreduce as reduce
@@ -23,6 +24,8 @@ from ..operators import gemm_reduce_scatter as scatter
 from ..operators.moe_combine import moe_combine as combine
 from ..operators.moe_dispatch_gemm import moe_dispatch_gemm as dispatch
 from ..operators.moe_layer import moe_layer as layer
+from ..operators.ring_attention import ring_attention as attention
+from ..operators.ring_attention import zigzag_split
 from ..plan import check_dtype, output_dtype
 from ..reference import accumulator_dtype, array_split_counts
 from .job import together
@@ -69,20 +72,99 @@ def gemm_allreduce(comm: Communicator, arguments: argparse.Namespace) -> int:
     return _multiply(comm, arguments, work)
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list with commas, for `argparse`."""
+    numbers = tuple(map(int, text.split(",")))
+    if min(numbers) < 0:
+        raise ValueError
+    return numbers
+
+
+def ring_attention(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Find what the queries of a file make of the keys and values of two others.
+
+    The positions are split by rank, as `layout` says or by counts; in the files they are in order.
+    """
+    layout = arguments.layout
+    outputs = [path for path in (arguments.output, arguments.lse) if path is not None]
+
+    def counts_of(positions: int) -> tuple[int, ...]:
+        split = zigzag_counts(positions, comm.size)
+        counts = arguments.seq_counts
+        if counts is None:
+            return split if layout == "zigzag" else comm.row_counts(positions)
+        if len(counts) != comm.size or sum(counts) != positions:
+            raise ValueError(
+                f"--seq-counts {list(counts)}: {arguments.q} has {positions} positions; use "
+                f"{comm.size} numbers, one for each rank, that add up to them"
+            )
+        if layout == "zigzag" and counts != split:
+            raise ValueError(
+                f"--seq-counts {list(counts)}: in the layout 'zigzag' the ranks hold {list(split)}"
+            )
+        return counts
+
+    def open_inputs() -> tuple[list[np.ndarray], list[_Result]]:
+        q = _open_array(arguments.q, 4)
+        k, v = (_open_array(p, 4, like=(arguments.q, q.dtype)) for p in (arguments.k, arguments.v))
+        batch, positions, heads, columns = q.shape
+        kv_heads = k.shape[2]
+        _check_shape(arguments.k, k.shape, (batch, positions, kv_heads, columns))
+        _check_shape(arguments.v, v.shape, k.shape)
+        if not kv_heads or not heads or heads % kv_heads:
+            raise ValueError(
+                f"{arguments.q} has {heads} heads, {arguments.k} {kv_heads}: use a multiple"
+            )
+        if not 1 <= columns <= MOST_COLUMNS:
+            raise ValueError(f"{arguments.q} has heads of {columns}: use 1 to {MOST_COLUMNS}")
+        counts_of(positions)
+        if len({os.path.realpath(path) for path in outputs}) < len(outputs):
+            raise ValueError(f"--lse {arguments.lse}: the result goes there; use another file")
+        mask = "causal " if arguments.causal else ""
+        words = f"{mask}attention of {q.shape} over {k.shape} {q.dtype}"
+        lse = _Result(
+            (batch, heads, positions), accumulator_dtype(q.dtype), f"log-sum-exp of {words}"
+        )
+        return [q, k, v], [_Result(q.shape, q.dtype, words), lse][: len(outputs)]
+
+    def work(q: Any, k: Any, v: Any, o: np.ndarray, lse: np.ndarray | None = None) -> None:
+        every, counts = np.arange(q.shape[1]), counts_of(q.shape[1])
+        if layout == "zigzag":
+            held = zigzag_split(every, comm.size, axis=0)
+        else:
+            held = np.split(every, np.cumsum(counts)[:-1])
+        own = held[comm.rank]
+        found, sums = attention(
+            *_operands(comm, *(x[:, own] for x in (q, k, v))),
+            comm=comm,
+            seq_counts=counts,
+            causal=arguments.causal,
+            scale=arguments.scale,
+            layout=layout,
+            return_lse=True,
+        )
+        o[:, own] = comm.machine.asnumpy(found)
+        if lse is not None:
+            lse[:, :, own] = comm.machine.asnumpy(sums)
+        comm.synchronize()
+
+    return _fill(comm, outputs, open_inputs, work)
+
+
 def moe_dispatch_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
     """Multiply the tokens of a file with the experts that another one names, in order of experts.
 
     Rows are in the order of expert, token and slot; the tokens and the experts are split by rank.
     """
 
-    def open_inputs() -> tuple[list[np.ndarray], _Result]:
+    def open_inputs() -> tuple[list[np.ndarray], list[_Result]]:
         x, ids = _open_tokens(arguments)
         w = _open_array(arguments.w, 3, like=(arguments.x, x.dtype))
         _check_shape(arguments.w, w.shape, (w.shape[0], x.shape[1], w.shape[2]))
         _check_ids(arguments.topk_idx, ids, len(w))
         dtype = output_dtype(x.dtype, arguments.dtype)
         shape = int(np.count_nonzero(ids >= 0)), w.shape[2]
-        return [x, ids, w], _Result(shape, dtype, f"{x.shape} @ {w.shape} {x.dtype}")
+        return [x, ids, w], [_Result(shape, dtype, f"{x.shape} @ {w.shape} {x.dtype}")]
 
     def work(x: np.ndarray, ids: np.ndarray, w: np.ndarray, rows: np.ndarray) -> None:
         counts = _rows_of_ranks(comm, ids, len(w))
@@ -94,7 +176,7 @@ def moe_dispatch_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
         rows[first : first + counts[comm.rank]] = comm.machine.asnumpy(layout.trim(found))
         comm.synchronize()
 
-    return _fill(comm, arguments.output, open_inputs, work)
+    return _fill(comm, [arguments.output], open_inputs, work)
 
 
 def moe_combine(comm: Communicator, arguments: argparse.Namespace) -> int:
@@ -104,15 +186,13 @@ def moe_combine(comm: Communicator, arguments: argparse.Namespace) -> int:
     rank.
     """
 
-    def open_inputs() -> tuple[list[np.ndarray], _Result]:
+    def open_inputs() -> tuple[list[np.ndarray], list[_Result]]:
         rows, ids = _open_array(arguments.rows), _open_array(arguments.topk_idx, 2, _IDS)
         weights = _open_weights(arguments, rows.dtype, ids)
         _check_ids(arguments.topk_idx, ids, _experts_named(ids))
         _check_shape(arguments.rows, rows.shape, (np.count_nonzero(ids >= 0), rows.shape[1]))
-        shape = len(ids), rows.shape[1]
-        return [rows, ids, weights], _Result(
-            shape, rows.dtype, f"sums of {rows.shape} {rows.dtype}"
-        )
+        words = f"sums of {rows.shape} {rows.dtype}"
+        return [rows, ids, weights], [_Result((len(ids), rows.shape[1]), rows.dtype, words)]
 
     def work(rows: np.ndarray, ids: np.ndarray, weights: np.ndarray, y: np.ndarray) -> None:
         named = _experts_named(ids)
@@ -127,7 +207,7 @@ def moe_combine(comm: Communicator, arguments: argparse.Namespace) -> int:
         y[tokens] = comm.machine.asnumpy(combine(*own, layout, comm=comm))
         comm.synchronize()
 
-    return _fill(comm, arguments.output, open_inputs, work)
+    return _fill(comm, [arguments.output], open_inputs, work)
 
 
 def moe_layer(comm: Communicator, arguments: argparse.Namespace) -> int:
@@ -137,7 +217,7 @@ def moe_layer(comm: Communicator, arguments: argparse.Namespace) -> int:
     """
     activation = None if arguments.activation == "none" else arguments.activation
 
-    def open_inputs() -> tuple[list[np.ndarray], _Result]:
+    def open_inputs() -> tuple[list[np.ndarray], list[_Result]]:
         x, ids = _open_tokens(arguments)
         like = arguments.x, x.dtype
         w1, w2 = (_open_array(path, 3, like=like) for path in (arguments.w1, arguments.w2))
@@ -147,7 +227,7 @@ def moe_layer(comm: Communicator, arguments: argparse.Namespace) -> int:
         weights = _open_weights(arguments, x.dtype, ids)
         _check_ids(arguments.topk_idx, ids, experts)
         words = f"{x.shape} by {experts} experts, {arguments.activation} {x.dtype}"
-        return [x, ids, weights, w1, w2], _Result((len(x), columns), x.dtype, words)
+        return [x, ids, weights, w1, w2], [_Result((len(x), columns), x.dtype, words)]
 
     def work(x: Any, ids: Any, weights: Any, w1: Any, w2: Any, y: np.ndarray) -> None:
         capacity = max(_rows_of_ranks(comm, ids, len(w1)))
@@ -157,7 +237,7 @@ def moe_layer(comm: Communicator, arguments: argparse.Namespace) -> int:
         y[tokens] = comm.machine.asnumpy(layer(*own, comm=comm, **asked))
         comm.synchronize()
 
-    return _fill(comm, arguments.output, open_inputs, work)
+    return _fill(comm, [arguments.output], open_inputs, work)
 
 
 def _open_tokens(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -220,7 +300,7 @@ def _multiply(
 ) -> int:
     """Multiply two files: `work` fills in this rank's part of the output."""
 
-    def open_inputs() -> tuple[list[np.ndarray], _Result]:
+    def open_inputs() -> tuple[list[np.ndarray], list[_Result]]:
         a, b = (_open_array(path) for path in (arguments.a, arguments.b))
         names = f"{arguments.a} has shape {a.shape}, {arguments.b} {b.shape}"
         if a.shape[1] != b.shape[0]:
@@ -229,27 +309,27 @@ def _multiply(
             raise TypeError(f"{arguments.a} has dtype {a.dtype}, {arguments.b} {b.dtype}: use one")
         dtype = output_dtype(a.dtype, arguments.dtype)
         shape = (a.shape[0], b.shape[1])
-        return [a, b], _Result(shape, dtype, f"{a.shape} @ {b.shape} {a.dtype}")
+        return [a, b], [_Result(shape, dtype, f"{a.shape} @ {b.shape} {a.dtype}")]
 
-    return _fill(comm, arguments.output, open_inputs, work)
+    return _fill(comm, [arguments.output], open_inputs, work)
 
 
 @dataclass(frozen=True)
 class _Result:
     """What an output is to be, and of what."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: np.dtype
     words: str
 
 
 def _fill(
     comm: Communicator,
-    output: str,
-    open_inputs: Callable[[], tuple[list[np.ndarray], _Result]],
+    outputs: Sequence[str],
+    open_inputs: Callable[[], tuple[list[np.ndarray], list[_Result]]],
     work: Callable[..., None],
 ) -> int:
-    """Open the inputs, have `work` fill in this rank's part of the output, and say so."""
+    """Open the inputs, have `work` fill in this rank's part of the outputs, and say so."""
     opened: list[Any] = []
 
     def attempt() -> str:
@@ -257,16 +337,22 @@ def _fill(
         return uuid.uuid4().hex
 
     name = together(comm, "to open the inputs", attempt)[0]
-    inputs, result = opened
+    inputs, results = opened
     start = time.perf_counter()
-    with _output(comm, output, name, result.shape, result.dtype) as to:
-        work(*inputs, to)
-    if comm.rank == 0:
-        print(
-            f"{output}: {result.shape} {result.dtype} = {result.words}, {comm.size} rank(s), "
-            f"target {comm.target}, {time.perf_counter() - start:.3f} s",
-            flush=True,
-        )
+    with contextlib.ExitStack() as stack:
+        to = [
+            stack.enter_context(_output(comm, path, f"{name}-{i}", result.shape, result.dtype))
+            for i, (path, result) in enumerate(zip(outputs, results, strict=True))
+        ]
+        work(*inputs, *to)
+    seconds = time.perf_counter() - start
+    for path, result in zip(outputs, results, strict=True):
+        if comm.rank == 0:
+            print(
+                f"{path}: {result.shape} {result.dtype} = {result.words}, {comm.size} rank(s), "
+                f"target {comm.target}, {seconds:.3f} s",
+                flush=True,
+            )
     return 0
 
 
@@ -328,7 +414,7 @@ def _map(
 def _output(
     comm: Communicator, path: str, name: str, shape: tuple[int, ...], dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    """Give all ranks one memory-mapped matrix, which becomes the file `path` if all succeed.
+    """Give all ranks one memory-mapped array, which becomes the file `path` if all succeed.
 
     Until then it is a file beside it, which is gone if one of them fails.
     """
@@ -365,10 +451,10 @@ def _output(
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         offset = together(comm, "to make the output", create)[0]
-        matrix = _map(str(temporary), dtype, "r+", offset, shape, "C")
-        yield matrix
-        if isinstance(matrix, np.memmap):
-            together(comm, "to write the output", matrix.flush)
+        array = _map(str(temporary), dtype, "r+", offset, shape, "C")
+        yield array
+        if isinstance(array, np.memmap):
+            together(comm, "to write the output", array.flush)
         together(comm, "to rename the output", rename)
     finally:
         # Any rank may be the one that survives. After the renaming there is no such file.
