@@ -8,6 +8,7 @@ import re
 import threading
 import types
 from pathlib import Path
+from typing import Any
 
 from . import compiler
 
@@ -49,5 +50,10 @@ def shared() -> types.SimpleNamespace:
 
 
 def host() -> types.SimpleNamespace:
-    """Return the structs of host_runtime.cuh likewise: Launch and Simulation."""
+    """Return the structs of host_runtime.cuh likewise: Launch, Simulation and Helper."""
     return _read(Path(compiler.include_dir()) / "mkernel" / "host_runtime.cuh")
+
+
+def helper(step: Any, of: int = 0) -> ctypes.Structure:
+    """Return the ``Helper`` struct of a native function and what it is called with."""
+    return host().Helper(step=ctypes.cast(step, ctypes.c_void_p).value, of=of)

@@ -67,8 +67,7 @@ NODE_RACES, EXPERT_RACES = (
     (f"{SANITIZED[0]}::test_ranks_as_threads_do_not_race[{program}_threads.py]",)
     for program in ("node", "expert")
 )
-NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
-STAGED = ("test_staging.py::test_calls_and_replays_with_late_ranks_and_roles",)
+NODES = ("test_interleavings.py::test_every_interleaving_between_nodes_gives_the_right_result",)
 NODE_WINDOW = ("test_node_window.py::test_back_to_back_calls_with_late_ranks_and_roles",)
 NODE_EXPERTS = ("test_node_experts.py::test_dispatch_back_to_back_with_late_ranks_and_roles",)
 NODE_COMBINE = ("test_node_experts.py::test_combine_back_to_back_with_late_ranks_and_roles",)
@@ -92,6 +91,10 @@ COPIED = (
 RAISED = (
     "        if (parcel.last) "
     "launch_.template raise<Scope::device>(&network_.arrived[parcel.chunk], 1, copied);\n"
+)
+CREDITED = (
+    "        post(link.rank, arrival(link.number_there) + slots, 0, sizeof(Parcel), sizeof(u64), "
+    "copied);"
 )
 
 
@@ -682,16 +685,22 @@ MUTANTS = {
         NETWORK,
     ),
     "staging: a slot before it was sent": Mutant(
-        H + "staging.cuh", "if (!proxy_.flush(leads() ? *read_by : 0)) return false;", "", STAGED
+        H + "staging.cuh", "if (!proxy_.flush(leads() ? *read_by : 0)) return false;", "", NODES
     ),
     "staging: a slot that is not free yet": Mutant(
-        H + "staging.cuh", "await_credits(number, sent - slots + 1)", "true", STAGED
+        H + "staging.cuh", "await_credits(number, sent - slots + 1)", "true", NODES
     ),
     "staging: the signal before the copy": Mutant(
         H + "staging.cuh",
         COPIED + RAISED,
         RAISED.replace("copied", "Completed()") + COPIED,
-        STAGED,
+        NODES,
+    ),
+    "staging: a credit before the copy": Mutant(
+        H + "staging.cuh",
+        COPIED + RAISED + CREDITED,
+        CREDITED.replace("copied", "Completed()") + COPIED + RAISED,
+        NODES,
     ),
     "nodes: rows before the call": Mutant(
         H + "internode.cuh",

@@ -16,8 +16,6 @@ from shapes import Case, ReductionCase
 import mkernel_cp as mk
 from mkernel_cp import plan as plans
 from mkernel_cp.host_kernel import HostKernel
-from mkernel_cp.targets.host import HostTarget
-from mkernel_cp.transport import staging
 
 on = emulated.on
 # Of the tiles of hopper: a small one, quick here, and one of two blocks that load for each other.
@@ -200,9 +198,7 @@ def test_what_does_not_arrive_leaves_nan(operator, engine):
 def test_between_nodes_through_host_memory(on, engine, operator, monkeypatch):
     """As on GPUs that network cards do not reach."""
     monkeypatch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: 11)
-    monkeypatch.setattr(HostTarget, "reached_by_cards", False)
-    monkeypatch.setattr(plans, "SLOT_BYTES", 4096)
-    monkeypatch.setattr(staging, "SLOTS", 2)
+    worlds.stage(monkeypatch, 4096)
     rows = gathered("rows", (70, 33), 72, (45, 9))
     half = "bfloat16"
     terms = ReductionCase("sums", (31, 31), 140, (30, 9), half, half, transfer_dtype=half)

@@ -7,7 +7,9 @@ import pytest
 import worlds
 
 import mkernel_cp as mk
+from mkernel_cp import settings
 from mkernel_cp.failure import Reason
+from mkernel_cp.transport import soft
 
 LAUNCHES = 3
 OPERATORS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "one shot")
@@ -63,6 +65,7 @@ class World:
 
         with worlds.one_shot(always):
             self.ranks = mk.LocalWorld(self.size).run(program)
+        self.helpers = worlds.helpers(comm for comm, *_ in self.ranks)
 
     def simulate(self, seed, poison=worlds.NAN, **stop):
         """Run all launches once; return the faults seen, and the kernel's account of it."""
@@ -85,18 +88,28 @@ class World:
             return ended_well
 
         first = self.ranks[0][0]._signals.generation
+        soft.configure(settings.SoftFabric(seed=seed))
         rows = []
         for rank, (_, _, _, _, (request, _)) in enumerate(self.ranks):
             host(rank, -1)
             request.seed = 1 + seed * self.size + rank
             rows.append([request] * LAUNCHES)
         kernel = self.ranks[0][1]._kernel
-        return faults, kernel.simulate(rows, seed, host, **stop)
+        return faults, kernel.simulate(rows, seed, host, helpers=self.helpers, **stop)
 
     def close(self):
         for comm, *_ in self.ranks:
             with contextlib.suppress(mk.Error):
                 comm.close()
+
+
+def assert_right(world, seeds):
+    for seed in range(seeds):
+        before = world.ranks[0][0]._signals.generation
+        faults, _ = world.simulate(seed)
+        assert not faults
+        generations = {comm._signals.generation for comm, *_ in world.ranks}
+        assert generations == {before + LAUNCHES}, f"seed {seed}: not all launches ended well"
 
 
 @pytest.fixture
@@ -114,17 +127,25 @@ def make_world():
 
 @pytest.mark.parametrize(
     ("lanes", "split", "seeds"),
-    [(1, (1, 1), 4000), (1, (2, 2), 4000), (2, (1, 2), 1000), (3, (2, 1), 1000)],
+    [(1, (1, 1), 4000), (1, (2, 2), 4000), (2, (1, 2), 500), (3, (2, 1), 500)],
 )
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_interleaving_gives_the_right_result(make_world, operator, lanes, split, seeds):
     world = make_world(operator, lanes, split)
-    for seed in range(seeds if operator == "allgather_gemm" else seeds // 2):
-        before = world.ranks[0][0]._signals.generation
-        faults, _ = world.simulate(seed)
-        assert not faults
-        generations = {comm._signals.generation for comm, *_ in world.ranks}
-        assert generations == {before + LAUNCHES}, f"seed {seed}: not all launches ended well"
+    assert_right(world, seeds if operator == "allgather_gemm" else seeds // 2)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("transport", ["verbs", "efa"])
+@pytest.mark.parametrize("operator", OPERATORS[:3])
+def test_every_interleaving_between_nodes_gives_the_right_result(
+    make_world, operator, transport, staged, monkeypatch
+):
+    """Proxies and network cards get turns, too."""
+    if staged:
+        worlds.stage(monkeypatch, 64, slots=1)
+    world = make_world(operator, 1, (1, 2), nodes=(2, 1), transport=transport)
+    assert_right(world, 60)
 
 
 @pytest.mark.parametrize("operator", OPERATORS[1:])

@@ -8,18 +8,13 @@ from test_reductions import CLASSES, call
 
 import mkernel_cp as mk
 from mkernel_cp import plan
-from mkernel_cp.targets.host import HostTarget
-from mkernel_cp.transport import staging
 
 A, B = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
 
 
 @pytest.fixture(autouse=True)
 def staged(monkeypatch):
-    """Few slots, and small ones: they are used again and again in every call."""
-    monkeypatch.setattr(HostTarget, "reached_by_cards", False)
-    monkeypatch.setattr(staging, "SLOTS", 2)
-    monkeypatch.setattr(plan, "SLOT_BYTES", 512)
+    worlds.stage(monkeypatch, 512)
 
 
 @pytest.mark.operator

@@ -18,6 +18,8 @@ import mkernel_cp as mk
 from mkernel_cp import plan, reference
 from mkernel_cp.communicator import Communicator
 from mkernel_cp.plan import Options
+from mkernel_cp.targets.host import HostTarget
+from mkernel_cp.transport import soft, staging
 
 SIZES = (1, 2, 3, 4)
 
@@ -123,6 +125,22 @@ def different_options(comm, dtype):
 def small_tile(comm, tile):
     """A tile that makes many of a small problem; engines of GPUs have larger ones only."""
     return None if comm.machine.gpu else tile
+
+
+def stage(patch, slot_bytes, slots=2):
+    """Have nodes meet through few slots of host memory, as on GPUs that network cards do not reach.
+
+    The slots are small: so they are used again and again in every call.
+    """
+    patch.setattr(HostTarget, "reached_by_cards", False)
+    patch.setattr(staging, "SLOTS", slots)
+    patch.setattr(plan, "SLOT_BYTES", slot_bytes)
+
+
+def helpers(comms):
+    """What simulations give turns to beside launches: the network card of software, and proxies."""
+    networks = [comm.network for comm in comms if comm.network]
+    return [soft.by_hand(), *(network.by_hand() for network in networks)] if networks else []
 
 
 def one_shot(always):
