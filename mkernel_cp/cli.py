@@ -16,18 +16,20 @@ from .commands import bench, compile, demo, doctor, job, run, spelled, tune
 from .moe_plan import ACTIVATIONS
 from .plan import DTYPES
 
-# What `bench` measures, and its rivals.
+# What `bench` and `tune` measure.
 _MEASURED = {
-    "allgather-gemm": ("C = A @ B", ", PyTorch async-TP and cuBLASMp"),
-    "gemm-reduce-scatter": (
-        "each rank's rows of the sum over ranks of A @ B",
-        ", PyTorch async-TP and cuBLASMp",
-    ),
-    "gemm-allreduce": ("the sum over ranks of A @ B", ""),
-    "moe-dispatch-gemm": ("tokens times the weights of the experts that they chose", ""),
-    "moe-combine": ("the weighted sums of what experts have made of tokens", ""),
-    "moe-layer": ("what a layer of experts, with swiglu, makes of tokens", ""),
+    "allgather-gemm": "C = A @ B",
+    "gemm-reduce-scatter": "each rank's rows of the sum over ranks of A @ B",
+    "gemm-allreduce": "the sum over ranks of A @ B",
+    "moe-dispatch-gemm": "tokens times the weights of the experts that they chose",
+    "moe-combine": "the weighted sums of what experts have made of tokens",
+    "moe-layer": "what a layer of experts, with swiglu, makes of tokens",
 }
+# A library that does the same alone, where that is not cuBLAS; and rivals.
+_ALONE = {"moe-combine": "PyTorch"}
+_RIVALS = dict.fromkeys(
+    ("allgather-gemm", "gemm-reduce-scatter"), ", PyTorch async-TP and cuBLASMp"
+)
 _OF_OPERATORS = "run", "bench", "tune"
 
 # Files of `run`.
@@ -183,11 +185,12 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("bench", help="measure an operator beside its alternatives")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    for name, (what, others) in _MEASURED.items():
+    for name, what in _MEASURED.items():
+        alone, others = _ALONE.get(name, "cuBLAS"), _RIVALS.get(name, "")
         operator = operators.add_parser(
             name,
-            help=f"beside cuBLAS, NCCL{others}",
-            description=f"Measure {what} beside cuBLAS alone, cuBLAS and NCCL one after the other"
+            help=f"beside {alone}, NCCL{others}",
+            description=f"Measure {what} beside {alone} alone, {alone} and NCCL one after the other"
             f"{others}, as far as they are installed. efficiency = floor / fused, and floor is the "
             "longer of compute and transfer.",
         )
@@ -218,11 +221,11 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    for name, (what, _) in _MEASURED.items():
+    for name, what in _MEASURED.items():
         operator = operators.add_parser(
             name,
             help="its tiles, movers and chunks",
-            description=f"Measure plans of {what} that differ in tiles, movers and chunks. What is "
+            description=f"Measure plans of {what} that differ in tiles, movers or chunks. What is "
             "faster than the cost model's choices is kept for later calls on such GPUs with as "
             "many ranks.",
         )

@@ -365,7 +365,7 @@ def test_different_calls_are_told_on_all_ranks(name, warm):
 @pytest.mark.parametrize("how", ["another", "the same, filled in again"])
 @pytest.mark.parametrize("wrong", range(3))
 def test_a_layout_of_another_dispatch_on_one_rank_is_told_on_all(wrong, how, nodes):
-    case, outs = ExpertCase("layouts", (9, 8, 9), 1, 4, 6, 4, "float64"), {}
+    case, outs = ExpertCase("layouts", (9, 8, 9), 1, 4, 6, 4, "float32"), {}
 
     def program(comm):
         layout, other = (dispatched(comm, case, seed) for seed in (1, 2))
@@ -378,7 +378,7 @@ def test_a_layout_of_another_dispatch_on_one_rank_is_told_on_all(wrong, how, nod
             dispatched(comm, case, 2, out=(np.empty((len(layout.source_rank), 1)), mine))
         elif comm.rank == wrong:
             layout = other
-        out = outs[comm.rank] = np.full((len(weights), case.n), 7.0)
+        out = outs[comm.rank] = np.full((len(weights), case.n), 7, case.dtype)
         mk.moe_combine(rows, weights, layout, comm=comm, out=out)
 
     def main(mpi):

@@ -80,7 +80,7 @@ def gemm_allreduce(
     >>> with mk.Communicator() as comm:
     ...     gram = mk.gemm_allreduce(rows_of_a.T, rows_of_a, comm=comm)
     """
-    return GemmAllReduce.call(a, b, comm, out, stream, dtype=dtype, options=options)
+    return GemmAllReduce.call((a, b), comm, out, stream, dtype=dtype, options=options)
 
 
 class GemmAllReduce(ReductionOperator):
@@ -123,7 +123,7 @@ class GemmAllReduce(ReductionOperator):
         stream: Any = None,
         options: plans.Options | None = None,
     ):
-        self._plan(a, b, comm, out, stream, dtype=dtype, options=options)
+        self._plan((a, b), comm, out, stream, dtype=dtype, options=options)
 
     def _kernel_name(self) -> str:
         return "gemm_allreduce_one_shot" if self._one_shot else self.function

@@ -32,6 +32,7 @@ class Operand:
     """
 
     def __init__(self, name: str, value: Any, machine: Any):
+        self.name = name
         self.array = machine.array(name, value)
         self.shadow: np.ndarray = machine.shadow(self.array)
 
@@ -145,13 +146,13 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
         return True
 
 
-def strides(a: np.ndarray) -> tuple[int, int] | None:
-    """Return row and column stride in elements; None if a kernel cannot step through it so."""
-    # The stride of a single row or column leads nowhere, and NumPy leaves anything there.
+def element_steps(a: np.ndarray) -> tuple[int, ...] | None:
+    """Return strides in elements; None if a kernel cannot step through the array so."""
+    # The stride of an axis of length 1 leads nowhere, and NumPy leaves anything there.
     steps = [step if n > 1 else a.itemsize for n, step in zip(a.shape, a.strides, strict=True)]
     if not a.flags.aligned or any(step % a.itemsize for step in steps):
         return None
-    return steps[0] // a.itemsize, steps[1] // a.itemsize
+    return tuple(step // a.itemsize for step in steps)
 
 
 def line_pitch(a: np.ndarray, by_columns: bool) -> int | None:
