@@ -878,6 +878,9 @@ class GemmReduceScatterPlan(GemmPlan):
         Columns of a part that lie together in a slot.
     zones : tuple of (int, int)
         (slots, bytes of one) of each landing zone, on every rank alike.
+    one_shot : bool
+        Every rank tells its product at once to all who add it, in words that need no signals: for
+        few rows.
     """
 
     operator: ClassVar[str] = "gemm_reduce_scatter"
@@ -887,6 +890,7 @@ class GemmReduceScatterPlan(GemmPlan):
     part: tuple[int, int]
     piece_columns: int
     zones: tuple[tuple[int, int], ...]
+    one_shot: bool
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -927,6 +931,8 @@ class GemmReduceScatterPlan(GemmPlan):
     @property
     def bytes_from_peers(self) -> int:
         """Bytes that come to this rank in one call from the ranks of its node."""
+        if self.one_shot:
+            return self._told_bytes(self.row_counts[self.rank], 0)
         added = self.rank, *self.topology.sources
         return (self.topology.local_size - 1) * self.sum_bytes(added, self.transfer_dtype)
 
@@ -938,6 +944,11 @@ class GemmReduceScatterPlan(GemmPlan):
         received = len(topology.gateways) * self._parcels(self.rank, dtype)
         slots = self._staging_bytes(sent, received)
         return self.sum_bytes(topology.sources, dtype) + topology.letter_bytes + slots
+
+    def _told_bytes(self, rows: int, exact: int) -> int:
+        """Return the bytes of as many rows of each peer, of which some come as they were summed."""
+        rounded = (len(self.row_counts) - 1) * rows - exact
+        return _told_bytes(exact, rounded, self.n, self.dtype, self.transfer_dtype)
 
     def _parcels(self, rank: int, dtype: np.dtype) -> int:
         """Return in how many slots sums of a rank's rows leave another one."""
@@ -960,6 +971,7 @@ class GemmReduceScatterPlan(GemmPlan):
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
         order = " and then ".join(", ".join(map(str, ring)) for ring in self.topology.rings)
+        at_once = ("all of it comes in one shot",) if self.one_shot else ()
         return "\n".join(
             (
                 *self._heading(),
@@ -967,6 +979,7 @@ class GemmReduceScatterPlan(GemmPlan):
                 f"ranks {order}; {self.bytes_from_peers} bytes come to this rank, into "
                 f"{self.memory} bytes of slots",
                 *self._between_nodes(self.receivers),
+                *at_once,
             )
         )
 
@@ -977,13 +990,10 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
 
     Attributes
     ----------
-    one_shot : bool
-        Every rank tells every other all of its product, and all of them add: for few rows.
     stripes : int
         Parts of the columns, of which one is handed out while the next is multiplied.
     """
 
-    one_shot: bool
     stripes: int
 
     operator: ClassVar[str] = "gemm_allreduce"
@@ -998,9 +1008,7 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
     def bytes_from_peers(self) -> int:
         """Bytes that come to this rank in one call: partial sums, and the sums of other rows."""
         if self.one_shot:
-            every = enumerate(self.row_counts)
-            peers = tuple(rows for rank, rows in every if rank != self.rank)
-            return _told_bytes(peers, self.m, self.n, self.dtype, self.transfer_dtype)
+            return self._told_bytes(self.m, self.m - self.row_counts[self.rank])
         pushed = (r for r, holder in enumerate(self.topology.holders) if holder != self.rank)
         return super().bytes_from_peers + self.sum_bytes(pushed, self.out_dtype)
 
@@ -1026,7 +1034,7 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
         if self.one_shot:
-            return f"{super().explain()}\nall of it comes in one shot, and every rank adds all rows"
+            return f"{super().explain()}, and every rank adds all rows"
         return (
             f"{super().explain()}\nsums are handed out in {self.stripes} stripe"
             f"{'s' * (self.stripes > 1)} of {self.stripe_columns} columns, and stored by "
@@ -1242,41 +1250,45 @@ def choose_split(
 # What one_shot.cuh puts together: columns; and data that a word of 8 bytes carries.
 _GROUP = 4
 _TOLD_BYTES = 4
-# Bytes per second into a rank, and what it takes that bytes are known to be there, twice.
+# Bytes per second into a rank, and what it takes that bytes are known to be there.
 _LINK_RATE = 350e9
-_HANDOVERS_S = 10e-6
+_HANDOVER_S = 5e-6
 
 
-def _told_bytes(
-    senders: tuple[int, ...], m: int, n: int, dtype: np.dtype, transfer_dtype: np.dtype
-) -> int:
-    """Return the bytes that come from ranks that own so many rows, in one shot.
+def _told_bytes(exact: int, rounded: int, n: int, dtype: np.dtype, transfer_dtype: np.dtype) -> int:
+    """Return the bytes of so many rows that come in one shot, as they were summed or rounded.
 
     What the owner of a row has comes unrounded, so that all who add get what it would get.
     """
-    exact, rounded = accumulator_dtype(dtype).itemsize, transfer_dtype.itemsize
-    columns = math.ceil(n / _GROUP) * _GROUP
-    sizes = (rows * exact + (m - rows) * rounded for rows in senders)
-    return sum(sizes) * columns * 8 // _TOLD_BYTES
+    size = exact * accumulator_dtype(dtype).itemsize + rounded * transfer_dtype.itemsize
+    return size * math.ceil(n / _GROUP) * _GROUP * 8 // _TOLD_BYTES
 
 
 def is_one_shot(
+    kind: type["GemmReduceScatterPlan"],
     row_counts: tuple[int, ...],
     n: int,
     dtype: np.dtype,
     out_dtype: np.dtype,
     transfer_dtype: np.dtype,
 ) -> bool:
-    """Return whether `gemm_allreduce` is to tell all ranks everything, and to hand out nothing.
+    """Return whether ranks are to tell their products at once to all who add them.
 
-    More bytes come in, but none has to be handed over twice.
+    More bytes come in, but none has to be handed over, or none twice.
     """
-    ranks, m = len(row_counts), sum(row_counts)
-    if ranks == 1:
+    peers, rows = len(row_counts) - 1, max(row_counts)
+    if peers == 0:
         return False
-    told = _told_bytes(row_counts[1:], m, n, dtype, transfer_dtype)
-    handed_out = m * n * (ranks - 1) // ranks * (transfer_dtype.itemsize + out_dtype.itemsize)
-    return (told - handed_out) / _LINK_RATE < _HANDOVERS_S
+    if kind is GemmAllReducePlan:
+        m = sum(row_counts)
+        exact, rounded = m - row_counts[0], peers * m - (m - row_counts[0])
+        handed_out = m * n * peers // (peers + 1) * (transfer_dtype.itemsize + out_dtype.itemsize)
+        handovers = 2
+    else:
+        exact, rounded, handovers = 0, peers * rows, 1
+        handed_out = peers * rows * n * transfer_dtype.itemsize
+    told = _told_bytes(exact, rounded, n, dtype, transfer_dtype)
+    return (told - handed_out) / _LINK_RATE < handovers * _HANDOVER_S
 
 
 def whole_groups(tile: Any) -> Any:
@@ -1323,7 +1335,6 @@ def plan_reduction(
         capacity -= adding[0] + _network_agents(nodes, chosen.cluster, *adding)
     split = (*choose_split(chosen, ranks, tiles, movers, options, capacity), *adding)
     if whole:
-        more["one_shot"] = one_shot
         across, waves = math.ceil(n / chosen.tile[1]), tiles * chosen.cluster // (2 * split[1])
         more["stripes"] = max(1, min(_MOST_STRIPES, across, waves)) if ranks > 1 else 1
         more["stripes"] = 1 if one_shot else more["stripes"]
@@ -1349,6 +1360,7 @@ def plan_reduction(
         zones=reduction_zones(
             kind, row_counts, n, out_dtype, transfer_dtype, chosen, one_shot, nodes
         ),
+        one_shot=one_shot,
         **more,
     )
 
@@ -1381,11 +1393,13 @@ def reduction_zones(
 
     The partial sums of each peer for the parts of the rank that adds most; for `gemm_allreduce`
     also the sums of all. No slot is used twice in a call, so none is waited for. In one shot
-    nothing but signals: they are the sums of all ranks. Between nodes the last three are what a
-    rank adds of others' rows, what leaves its node of them, and what comes from the other nodes.
+    nothing but signals: they are the products of all ranks, of what a rank adds. Between nodes the
+    last three are what a rank adds of others' rows, what leaves its node of them, and what comes
+    from the other nodes.
     """
     if one_shot:
-        groups = sum(row_counts) * math.ceil(n / _GROUP)
+        rows = sum(row_counts) if kind is GemmAllReducePlan else max(row_counts)
+        groups = rows * math.ceil(n / _GROUP)
         sums = accumulator_dtype(out_dtype)
         return ((len(row_counts) * groups * _GROUP * sums.itemsize // _TOLD_BYTES, 0),)
     rows, columns = chosen.part

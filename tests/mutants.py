@@ -24,7 +24,11 @@ INTERLEAVINGS = ("test_interleavings.py",)
 FAILURES = ("test_failure.py",)
 SUMS = ("test_reductions.py",)
 ONE_SHOT = (
-    "test_interleavings.py::test_every_interleaving_gives_the_right_result[one shot-1-split1-4000]",
+    *(
+        "test_interleavings.py::test_every_interleaving_gives_the_right_result"
+        f"[{operator}, one shot-1-split1-4000]"
+        for operator in ("gemm_reduce_scatter", "gemm_allreduce")
+    ),
     "test_reductions.py::test_sums_start_with_the_owner_and_go_around_the_ring",
     "test_interleavings.py::test_a_stopped_rank_ends_all_waits_at_a_deadline",
 )
@@ -322,6 +326,24 @@ MUTANTS = {
         H + "one_shot.cuh",
         "all ? narrow<T>(sums.values[i]) : not_a_number<T>()",
         "narrow<T>(sums.values[i])",
+        ONE_SHOT,
+    ),
+    "one shot: awaits whom it tells nothing": Mutant(
+        H + "one_shot.cuh",
+        "groups.adds(peer, part.rows) && ",
+        "",
+        ONE_SHOT,
+    ),
+    "one shot: awaits who adds no rows": Mutant(
+        H + "one_shot.cuh",
+        "rows.size() > 0 && ",
+        "",
+        ONE_SHOT,
+    ),
+    "one shot: awaits nobody": Mutant(
+        H + "one_shot.cuh",
+        "groups.adds(peer, part.rows) && ",
+        "false && ",
         ONE_SHOT,
     ),
     "attention: gate wait": Mutant(

@@ -19,7 +19,7 @@ from mkernel_cp.attention_plan import (
 
 pytestmark = pytest.mark.nvrtc
 
-KERNELS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "gemm_allreduce_one_shot")
+KERNELS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "gemm_reduce_one_shot")
 # Bytes that a thread may keep in memory for want of registers. Where all warps of a block have the
 # same number, consumers of a tile lack a few between panels. Whoever sums over ranks lacks some
 # while it delivers a tile.
@@ -30,8 +30,8 @@ MAY_SPILL = {
     ("gemm_reduce_scatter", "sm_90a"): 192,
     ("gemm_allreduce", "sm_80"): 960,
     ("gemm_allreduce", "sm_90a"): 96,
-    ("gemm_allreduce_one_shot", "sm_80"): 160,
-    ("gemm_allreduce_one_shot", "sm_90a"): 64,
+    ("gemm_reduce_one_shot", "sm_80"): 160,
+    ("gemm_reduce_one_shot", "sm_90a"): 64,
     # What a thread knows of tokens and of a second product is kept in memory while it multiplies.
     ("moe_dispatch_gemm", "sm_80"): 64,
     ("moe_dispatch_gemm", "sm_90a"): 160,

@@ -30,8 +30,17 @@ def compiled():
         for operator in SUMS:
             operator(*HALF, comm=comm, options=EXACT)
 
-    for size in (1, 2):  # where there are two, few rows are summed in one shot
-        worlds.run(size, program)
+    for always in (False, True):
+        with worlds.one_shot(always):
+            worlds.run(2, program)
+
+
+@pytest.fixture(params=worlds.SUMS)
+def operator(request):
+    """An operator that sums over ranks, in each of its forms."""
+    name, always = worlds.SUMS[request.param]
+    with worlds.one_shot(always):
+        yield getattr(mk, name)
 
 
 def outcomes(size, program, **options):
@@ -93,7 +102,6 @@ def test_what_was_not_finished_is_nan():
     assert outcomes(2, program, entry_timeout=0.4) == [None, None]
 
 
-@pytest.mark.parametrize("operator", SUMS)
 def test_sums_with_a_rank_that_never_calls_end_in_the_entry_deadline(operator):
     """The result is NaN, and nothing is pushed to that rank: it may be using its slots."""
 
@@ -117,7 +125,6 @@ def test_sums_with_a_rank_that_never_calls_end_in_the_entry_deadline(operator):
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("operator", SUMS)
 @pytest.mark.parametrize("rows", [0, 4])
 @pytest.mark.parametrize("warm", [False, True])
 def test_sums_that_differ_are_told_on_all_ranks(operator, rows, warm):
@@ -160,7 +167,6 @@ def test_ranks_that_share_out_rows_differently_are_told():
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("operator", SUMS)
 def test_a_rank_that_refuses_a_sum_alone_is_quoted_though_it_owns_no_rows(operator):
     def program(comm):
         operator(A[:2], B, comm=comm)
@@ -173,7 +179,8 @@ def test_a_rank_that_refuses_a_sum_alone_is_quoted_though_it_owns_no_rows(operat
     all_are(results[:2], mk.PeerError, "rank 2", "TypeError", "bfloat16, float16")
 
 
-def test_a_rank_that_nobody_waits_for_does_not_run_ahead_of_its_message():
+@pytest.mark.parametrize("always", [False, True])
+def test_a_rank_that_nobody_waits_for_does_not_run_ahead_of_its_message(always):
     """It owns no rows and has no terms; another kind of call follows."""
 
     def program(comm):
@@ -185,7 +192,8 @@ def test_a_rank_that_nobody_waits_for_does_not_run_ahead_of_its_message():
             np.testing.assert_array_equal(out, 12.0)
             np.testing.assert_array_equal(mk.allgather_gemm(A, B, comm=comm), 6.0)
 
-    assert outcomes(3, program) == [None] * 3
+    with worlds.one_shot(always):
+        assert outcomes(3, program) == [None] * 3
 
 
 @pytest.mark.parametrize("warm", ["cold", "warm", "mixed"])

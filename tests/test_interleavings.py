@@ -12,23 +12,22 @@ from mkernel_cp.failure import Reason
 from mkernel_cp.transport import soft
 
 LAUNCHES = 3
-OPERATORS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "one shot")
+FORMS = {"allgather_gemm": ("allgather_gemm", False), **worlds.SUMS}
 # Of a rank: rows of the result that it owns, or brings; one of the three owns none of a sum.
 COUNTS = {
     "allgather_gemm": (3, 2, 4),
     "gemm_reduce_scatter": (3, 0, 2),
     "gemm_allreduce": (1, 1, 0),
-    "one shot": (1, 1, 0),
 }
 
 
 class World:
     """Three ranks whose launches are prepared, to be run by a simulator again and again."""
 
-    def __init__(self, operator, lanes, split=(2, 2), **options):
+    def __init__(self, form, lanes, split=(2, 2), **options):
         self.size, self.lanes = 3, lanes
-        counts, always = COUNTS[operator], operator == "one shot"
-        operator = "gemm_allreduce" if always else operator
+        operator, always = FORMS[form]
+        counts = COUNTS[operator]
         m, k, n = sum(counts), 5, 3
         rows = [slice(sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(self.size)]
         rng = np.random.default_rng(0)
@@ -129,41 +128,41 @@ def make_world():
     ("lanes", "split", "seeds"),
     [(1, (1, 1), 4000), (1, (2, 2), 4000), (2, (1, 2), 500), (3, (2, 1), 500)],
 )
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_every_interleaving_gives_the_right_result(make_world, operator, lanes, split, seeds):
-    world = make_world(operator, lanes, split)
-    assert_right(world, seeds if operator == "allgather_gemm" else seeds // 2)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_interleaving_gives_the_right_result(make_world, form, lanes, split, seeds):
+    world = make_world(form, lanes, split)
+    assert_right(world, seeds if form == "allgather_gemm" else seeds // 2)
 
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("transport", ["verbs", "efa"])
-@pytest.mark.parametrize("operator", OPERATORS[:3])
+@pytest.mark.parametrize("form", list(FORMS)[:3])
 def test_every_interleaving_between_nodes_gives_the_right_result(
-    make_world, operator, transport, staged, monkeypatch
+    make_world, form, transport, staged, monkeypatch
 ):
     """Proxies and network cards get turns, too."""
     if staged:
         worlds.stage(monkeypatch, 64, slots=1)
-    world = make_world(operator, 1, (1, 2), nodes=(2, 1), transport=transport)
+    world = make_world(form, 1, (1, 2), nodes=(2, 1), transport=transport)
     assert_right(world, 60)
 
 
-@pytest.mark.parametrize("operator", OPERATORS[1:])
-def test_sums_do_without_movers(make_world, operator):
-    world = make_world(operator, 1, (0, 2))
+@pytest.mark.parametrize("form", worlds.SUMS)
+def test_sums_do_without_movers(make_world, form):
+    world = make_world(form, 1, (0, 2))
     for seed in range(500):
         faults, _ = world.simulate(seed)
         assert not faults
 
 
 @pytest.mark.parametrize("part", range(30))
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_world, operator, part):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_world, form, part):
     """In virtual time: ten minutes to enter, thirty seconds to go on.
 
     Landing zones and slots hold numbers: the NaN of what was not finished comes from the sinks.
     """
-    world = make_world(operator, 1)
+    world = make_world(form, 1)
     whole = world.simulate(part)[1].steps
     stop = {"stopped_rank": 1, "stop_step": whole * part // 45}
     faults, simulation = world.simulate(part, worlds.NUMBER, **stop)

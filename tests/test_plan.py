@@ -399,10 +399,15 @@ def test_stripes_are_whole_tiles_and_cover_the_columns():
 
 def test_few_rows_are_summed_in_one_shot():
     bfloat16, float32 = np.dtype("bfloat16"), np.dtype(np.float32)
-    for rows, wanted in ((16, True), (64, False), (1024, False)):
+    scatter, whole = KINDS
+    for rows, wanted in ((16, KINDS), (64, (scatter,)), (1024, ())):
         counts = mk.reference.array_split_counts(rows, 4)
-        assert plans.is_one_shot(counts, 8192, bfloat16, bfloat16, bfloat16) is wanted
-    assert not plans.is_one_shot((16,), 64, float32, float32, float32)
+        for kind in KINDS:
+            chosen = plans.is_one_shot(kind, counts, 8192, bfloat16, bfloat16, bfloat16)
+            assert chosen is (kind in wanted)
+    # Who adds most has the last word.
+    assert not plans.is_one_shot(scatter, (0, 64, 0, 0), 20000, bfloat16, bfloat16, bfloat16)
+    assert not plans.is_one_shot(whole, (16,), 64, float32, float32, float32)
 
 
 def test_bytes_of_one_shot_are_those_of_words():
@@ -413,11 +418,15 @@ def test_bytes_of_one_shot_are_those_of_words():
     # Words of two ranks for three rows.
     assert plan.zones == ((2 * 3 * 8, 0),)
     assert plan.memory == 8 * 48
+    # Own rows of the peer in bfloat16, and room for as many of two ranks as one of them adds.
+    for rank, rows in enumerate((2, 1)):
+        plan = make_reduction(plans.GemmReduceScatterPlan, case, rank, one_shot=True)
+        assert plan.bytes_from_peers == rows * 2 * 8 * 2
+        assert plan.zones == ((2 * 2 * 8, 0),)
 
 
-@pytest.mark.parametrize(
-    ("kind", "one_shot"), [*((kind, False) for kind in KINDS), (KINDS[1], True)]
-)
+@pytest.mark.parametrize("one_shot", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 def test_plans_of_sums_are_explained_and_kept(kind, one_shot, tmp_path):
     case = cases("reduction", count=1, seed=3, world=3)[-1]
     plan = make_reduction(kind, case, 1, one_shot=one_shot)

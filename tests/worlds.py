@@ -143,9 +143,17 @@ def helpers(comms):
     return [soft.by_hand(), *(network.by_hand() for network in networks)] if networks else []
 
 
+# The operators that sum over ranks, each in both of its forms: name, whether in one shot.
+SUMS = {
+    f"{name}{', one shot' * always}": (name, always)
+    for always in (False, True)
+    for name in ("gemm_reduce_scatter", "gemm_allreduce")
+}
+
+
 def one_shot(always):
-    """Let gemm_allreduce take one shot always, or never, whatever the shape: a context manager."""
-    return mock.patch.object(plan, "_HANDOVERS_S", np.inf if always else -np.inf)
+    """Let sums take one shot always, or never, whatever the shape: a context manager."""
+    return mock.patch.object(plan, "_HANDOVER_S", np.inf if always else -np.inf)
 
 
 def poison(comm, byte=NAN):

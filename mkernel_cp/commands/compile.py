@@ -18,7 +18,7 @@ _GEMMS = {"allgather_gemm": False, "gemm_reduce_scatter": True, "gemm_allreduce"
 _EXPERTS = "moe_dispatch_gemm", "moe_combine", "moe_layer"
 OPERATORS = (*_GEMMS, "ring_attention", *_EXPERTS)
 # Where an operator has more kernels than that of its name.
-_FORMS = {"gemm_allreduce": ("gemm_allreduce", "gemm_allreduce_one_shot")}
+_FORMS = {operator: (operator, "gemm_reduce_one_shot") for operator, sums in _GEMMS.items() if sums}
 
 _LINE = "{:<26}{:>10}{:>10}{:>10}"
 
@@ -88,13 +88,17 @@ def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
 def compile_kernels(arguments: argparse.Namespace) -> int:
     """Compile the kernels, say so of each, and at the end in a table; return the exit code."""
     arch, asked = arguments.arch, arguments.operator
+    forms = {
+        form: operator
+        for operator in OPERATORS
+        if asked in (None, spelled(operator))
+        for form in _FORMS.get(operator, (operator,))
+    }
     done: list[tuple[str, int, float]] = []
     try:
         kernels = [
             (form, defines)
-            for operator in OPERATORS
-            if asked in (None, spelled(operator))
-            for form in _FORMS.get(operator, (operator,))
+            for form, operator in forms.items()
             for defines in kernels_for(operator, arch)
         ]
         for number, (form, defines) in enumerate(kernels, 1):

@@ -142,6 +142,10 @@ class GemmOperator(Operator):
         """Return what the kernel, and its file, are called."""
         return self.function
 
+    def _params_name(self) -> str:
+        """Return what the struct of its parameters is called."""
+        return self.params_struct
+
     def _choose_tile(self) -> Any:
         spec, gpu = self._spec, self._comm.machine.gpu
         return plans.choose_tile(
@@ -188,7 +192,7 @@ class GemmOperator(Operator):
     def _fill_in(self, arena: Arena) -> None:
         comm, structures = self._comm, structs.shared()
         constants = self._constants(arena, comm.segments[arena.number].address)
-        params = getattr(structures, self.params_struct)
+        params = getattr(structures, self._params_name())
         self._params = params(world=comm.world_address, plan=self._constant("plan", constants))
         self._params.message.digest = comm.digest(self._what)
 

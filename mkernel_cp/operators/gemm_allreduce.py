@@ -125,24 +125,7 @@ class GemmAllReduce(ReductionOperator):
     ):
         self._plan((a, b), comm, out, stream, dtype=dtype, options=options)
 
-    def _kernel_name(self) -> str:
-        return "gemm_allreduce_one_shot" if self._one_shot else self.function
-
-    def _choose_tile(self) -> Any:
-        spec = self._spec
-        self._one_shot = self._comm.num_nodes == 1 and plans.is_one_shot(
-            *(spec.row_counts, spec.n, spec.dtype, spec.out_dtype, spec.transfer_dtype)
-        )
-        tile = super()._choose_tile()
-        return plans.whole_groups(tile) if self._one_shot else tile
-
-    def _tiled_rows(self) -> tuple[int, ...]:
-        return (sum(self._spec.row_counts),) if self._one_shot else self._spec.row_counts
-
-    def _constants(self, arena: Arena, base: int) -> Any:
+    def _with_reduction(self, reduction: Any, arena: Arena) -> Any:
         return structs.shared().GemmAllReducePlan(
-            reduction=super()._constants(arena, base),
-            all_rows=self._constant("all_rows", np.array((0, self.plan.m), np.int64)),
-            stripe=self.plan.stripe_columns,
-            **({} if self._one_shot else {"sums": self._zone(arena, 1)}),
+            reduction=reduction, stripe=self.plan.stripe_columns, sums=self._zone(arena, 1)
         )

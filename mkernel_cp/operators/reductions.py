@@ -44,12 +44,13 @@ class ReductionSpec(GemmSpec):
 
 
 class ReductionOperator(GemmOperator):
-    """An operator whose kernel pushes partial sums to the ranks that add them."""
+    """An operator whose kernel pushes partial sums to the ranks that add them.
+
+    Few rows have another kernel, within one node: all that a rank adds comes in one shot.
+    """
 
     plan_type: ClassVar[type[plans.GemmReduceScatterPlan]]
     plan: plans.GemmReduceScatterPlan
-
-    _one_shot = False  # whether every rank adds everything
 
     def _agreed_text(self) -> str:
         spec = self._spec
@@ -84,17 +85,26 @@ class ReductionOperator(GemmOperator):
             *(self._comm.topology.sizes, self._comm.staging_agents > 0),
         )
 
-    def _choose_tile(self) -> Any:
-        # K_r may differ between ranks; the rows and columns of a tile may not.
-        spec, gpu = self._spec, self._comm.machine.gpu
-        return plans.choose_tile(
-            *(self._tiled_rows(), spec.n, spec.k if gpu is None else _USUAL_K, spec.dtype),
-            *(self._staged_dtype(), spec.options, gpu),
-        )
+    def _kernel_name(self) -> str:
+        return "gemm_reduce_one_shot" if self._one_shot else self.function
 
-    def _tiled_rows(self) -> tuple[int, ...]:
-        """Return how many rows lie between borders that no tile crosses."""
-        return self._spec.row_counts
+    def _params_name(self) -> str:
+        return "OneShotParams" if self._one_shot else self.params_struct
+
+    def _choose_tile(self) -> Any:
+        spec, gpu = self._spec, self._comm.machine.gpu
+        self._one_shot = self._comm.num_nodes == 1 and plans.is_one_shot(
+            *(self.plan_type, spec.row_counts, spec.n),
+            *(spec.dtype, spec.out_dtype, spec.transfer_dtype),
+        )
+        # Tiles cross no border between owners, unless each row is told by itself.
+        rows = (sum(spec.row_counts),) if self._one_shot else spec.row_counts
+        # K_r may differ between ranks; the rows and columns of a tile may not.
+        k = spec.k if gpu is None else _USUAL_K
+        tile = plans.choose_tile(
+            *(rows, spec.n, k, spec.dtype, self._staged_dtype(), spec.options, gpu)
+        )
+        return plans.whole_groups(tile) if self._one_shot else tile
 
     def _staged_dtype(self) -> np.dtype:
         return accumulator_dtype(self._spec.dtype)
@@ -109,6 +119,20 @@ class ReductionOperator(GemmOperator):
         return self._readable(a, self._a_by_columns, before)
 
     def _constants(self, arena: Arena, base: int) -> Any:
+        reduction = self._reduction(arena)
+        if not self._one_shot:
+            return self._with_reduction(reduction, arena)
+        return structs.shared().OneShotPlan(
+            reduction=reduction,
+            all_rows=self._constant("all_rows", np.array((0, self.plan.m), np.int64)),
+            scattered=self.plan_type is plans.GemmReduceScatterPlan,
+        )
+
+    def _with_reduction(self, reduction: Any, arena: Arena) -> Any:
+        """Return the struct of the plan, of which the one of its sums is a part or all."""
+        return reduction
+
+    def _reduction(self, arena: Arena) -> Any:
         structures, plan = structs.shared(), self.plan
         arrays = {
             "row_start": plan.row_start,

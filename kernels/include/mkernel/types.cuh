@@ -334,8 +334,7 @@ struct GemmReduceScatterParams {
 
 // What does not change from call to call of gemm_allreduce.
 struct GemmAllReducePlan {
-    GemmReduceScatterPlan reduction;  // of one shot: partials.signals are words, [source][row][column]
-    i64* all_rows;  // 0 and M
+    GemmReduceScatterPlan reduction;
     i64 stripe;     // columns that are summed and handed out before the next ones
     ZonePlan sums;  // [part, counted over all owners]
 };
@@ -346,6 +345,23 @@ struct GemmAllReduceParams {
     Matrix c;
     World* world;
     GemmAllReducePlan* plan;
+    CallMessage message;
+    u64 reserved[2];
+};
+
+// The same of both for few rows.
+struct OneShotPlan {
+    GemmReduceScatterPlan reduction;  // partials.signals are words, [source][row that is added there][column]
+    i64* all_rows;  // 0 and M
+    u64 scattered;  // whether its owner alone adds a row, and not every rank
+};
+
+struct OneShotParams {
+    Matrix a;
+    Matrix b;
+    Matrix c;
+    World* world;
+    OneShotPlan* plan;
     CallMessage message;
     u64 reserved[2];
 };

@@ -1,9 +1,10 @@
-// gemm_allreduce for few rows: every rank gets the whole sum over ranks of A @ B; a rank has its own A (M, K_r), B (K_r, N).
+// gemm_reduce_scatter and gemm_allreduce for few rows: the sum over ranks of A @ B, of which every rank gets its rows or
+// all; a rank has its own A (M, K_r), B (K_r, N).
 //   movers   tell the peers that this rank has entered the call, and see them enter it
 //            (a part of a compute agent, where the plan has no agents for it)
-//   compute  multiplies, and tells all ranks each finished tile, in words that are their own signals; then adds up what
-//            this rank has been told, from the owner of a row around the ring. So all ranks get the same bits, and those
-//            that gemm_allreduce.cu gives
+//   compute  multiplies, and tells each finished tile to those who get its rows, in words that are their own signals; then
+//            adds up what this rank has been told, from the owner of a row around the ring. So all ranks get the same
+//            bits, and those that gemm_reduce_scatter.cu and gemm_allreduce.cu give
 #include "mkernel/engine/engine.cuh"
 #include "mkernel/one_shot.cuh"
 
@@ -25,7 +26,7 @@ using OutType = MK_OUT_TYPE;
 using PartialType = MK_TRANSFER_TYPE;
 using SumType = Accumulator<Type>;
 
-MK_KERNEL(gemm_allreduce_one_shot, GemmAllReduceParams, p) {
+MK_KERNEL(gemm_reduce_one_shot, OneShotParams, p) {
     const GemmReduceScatterPlan& plan = p.plan->reduction;
     Launch launch(p.world, plan.split);
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
@@ -39,9 +40,9 @@ MK_KERNEL(gemm_allreduce_one_shot, GemmAllReduceParams, p) {
             launch, of_all_rows, plan.tile, plan.k,
             /* source */ [&](Tile t) -> Rows { return {p.a, t.rows.begin}; }, p.b,
             /* gate   */ [](const Agent&, Tile, Range) { return true; },
-            /* sink   */ TellAll<SumType, PartialType>(plan),
+            /* sink   */ Tell<SumType, PartialType>(*p.plan),
             /* meanwhile */ [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
-        add_told<SumType, PartialType, OutType>(launch, plan, p.c);
+        add_told<SumType, PartialType, OutType>(launch, *p.plan, p.c);
     }
 
     launch.finish();
