@@ -19,7 +19,7 @@ from mkernel_cp import plan, reference
 from mkernel_cp.communicator import Communicator
 from mkernel_cp.plan import Options
 from mkernel_cp.targets.host import HostTarget
-from mkernel_cp.transport import soft, staging
+from mkernel_cp.transport import staging
 
 SIZES = (1, 2, 3, 4)
 
@@ -135,12 +135,6 @@ def stage(patch, slot_bytes, slots=2):
     patch.setattr(HostTarget, "reached_by_cards", False)
     patch.setattr(staging, "SLOTS", slots)
     patch.setattr(plan, "SLOT_BYTES", slot_bytes)
-
-
-def helpers(comms):
-    """What simulations give turns to beside launches: the network card of software, and proxies."""
-    networks = [comm.network for comm in comms if comm.network]
-    return [soft.by_hand(), *(network.by_hand() for network in networks)] if networks else []
 
 
 # The operators that sum over ranks, each in both of its forms: name, whether in one shot.

@@ -106,6 +106,7 @@ class _Spec:
             max_tokens=layout.max_tokens,
             chunk_bytes=self.options.chunk_bytes,
             nodes=comm.topology.sizes,
+            staged=comm.staging_agents > 0,
         )
         self._key = self.asked, self.experts, self.options
 
@@ -181,7 +182,6 @@ class MoeCombine(Operator):
         types = {"MK_TYPE": asked.dtype, "MK_TRANSFER_TYPE": asked.transfer_dtype}
         words: dict[str, Any] = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
         if asked.several_nodes:
-            comm.refuse_staging("moe_combine")
             words["MK_NODES"] = 1
             check_chunks(sums_chunks(asked, asked.ranks)[1], "sums", "Options(chunk_bytes=)")
         source = str(compiler.kernel_source("moe_combine"))

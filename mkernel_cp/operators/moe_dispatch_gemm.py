@@ -216,6 +216,7 @@ class _Spec:
             capacity=whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
             nodes=comm.topology.sizes,
+            staged=comm.staging_agents > 0,
         )
         self._shape = w.shape
         self._key = self.asked, self.options
@@ -316,7 +317,6 @@ class MoeDispatchGemm(Operator):
         self._reading = Reading(tile, asked.dtype, (w,))
         words = {**plans.type_defines(asked.dtype, asked.out_dtype), **self._reading.defines()}
         if asked.several_nodes:
-            comm.refuse_staging("moe_dispatch_gemm")
             words["MK_NODES"] = 1
             check_chunks(asked.ranks * asked.parts, "tokens", "Options(chunk_bytes=)")
         source = str(compiler.kernel_source("moe_dispatch_gemm"))
@@ -507,8 +507,13 @@ def stage_of_tokens(agreed: Dispatch, arena: Arena, comm: Communicator) -> Locat
 
 
 def gpu_capacity(kernel: Any, nbytes: int, options: plans.Options, comm: Communicator) -> int:
-    """Return how many agents with so much scratch memory a GPU runs at a time; 0 without one."""
-    return kernel.capacity(nbytes, options.sm_budget) if comm.machine.gpu is not None else 0
+    """Return how many agents of a plan, with so much scratch memory, a GPU runs at a time.
+
+    0 without a GPU.
+    """
+    if comm.machine.gpu is None:
+        return 0
+    return kernel.capacity(nbytes, options.sm_budget) - comm.staging_agents
 
 
 def counts_of(agreed: Dispatch, agents: int, comm: Communicator) -> Any:

@@ -190,6 +190,7 @@ class _Spec:
             capacity=whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
             nodes=comm.topology.sizes,
+            staged=comm.staging_agents > 0,
         )
         self._shapes = w1.shape, w2.shape
         self._key = self.asked, self.options
@@ -300,7 +301,6 @@ class MoeLayer(Operator):
             **self._reading.defines(),
         }
         if asked.dispatch.several_nodes:
-            self._comm.refuse_staging("moe_layer")
             words["MK_NODES"] = 1
             chunks = sums_chunks(asked.combine, self._chunks())[1]
             check_chunks(chunks, "tokens and sums", "Options(chunk_bytes=)")

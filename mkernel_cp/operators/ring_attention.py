@@ -210,6 +210,7 @@ class _Spec:
             max_workspace=_bytes("max_workspace", max_workspace),
             chunk_bytes=self.options.chunk_bytes,
             nodes=comm.topology.sizes,
+            staged=comm.staging_agents > 0,
         )
         self._shapes = q.shape, k.shape, v.shape
         self._key = self.attention, self.return_lse, self.options
@@ -308,7 +309,6 @@ class RingAttention(Operator):
         self._tile = tile = choose_attention_tile(comm.rank, attention, spec.options, gpu)
         macros = {"MK_TYPE": plans.cpp_type(attention.dtype), **tile.defines(attention.dtype)}
         if comm.num_nodes > 1:
-            comm.refuse_staging("ring_attention")
             macros["MK_NODES"] = 1
             chunks = attention.chunks_between_nodes
             check_chunks(chunks, f"{attention.chunk} positions", "Options(chunk_bytes=)")
@@ -323,6 +323,7 @@ class RingAttention(Operator):
             capacity = self._kernel.capacity(
                 tile.shared_bytes(attention.dtype), spec.options.sm_budget
             )
+            capacity -= comm.staging_agents
         self.plan = plan_ring_attention(comm.rank, attention, spec.options, gpu, capacity)
         self._bind()
 
@@ -379,8 +380,7 @@ class RingAttention(Operator):
         structures, comm, agreed = structs.shared(), self._comm, self._spec.attention
         if comm.network is None:
             return structures.NodeWindowPlan()
-        rank, sources = comm.rank, comm.topology.sources
-        arriving = [run for run in agreed.landing(rank) if run.source in sources]
+        rank, arriving = comm.rank, agreed.arriving(comm.rank)
         positions = [sum(r.count for r in agreed.landing(peer)) for peer in range(comm.size)]
         arrays = {
             "leaving": _leaving_runs(agreed, rank),

@@ -49,8 +49,9 @@ public:
         else sum_for<1>(peer);
     }
 
-    // Adds up this agent's share of this rank's tokens, rank by rank, and stores them. All agents of the launch have one.
+    // Adds up this agent's share of this rank's tokens, rank by rank, and stores them. All workers of the launch have one.
     MK_DEVICE void collect(i64 tokens, const Matrix& out) {
+        if (launch_.agent().index() >= launch_.workers()) return;
         const bool fine = await_rows();
         if (in_packs(rows_) && in_packs(out)) collect<whole_packs>(tokens, out, fine);
         else collect<1>(tokens, out, fine);
@@ -149,7 +150,7 @@ private:
     MK_DEVICE void collect(i64 tokens, const Matrix& out, bool fine) {
         const Agent& agent = launch_.agent();
         const u64 rank = launch_.rank();
-        for (i64 chunk = agent.index(); chunk * plan_.chunk_tokens < tokens; chunk += agent.count()) {
+        for (i64 chunk = agent.index(); chunk * plan_.chunk_tokens < tokens; chunk += i64(launch_.workers())) {
             auto peer = [&](u64 i) { return launch_.neighbour(1 + i); };
             fine = fine && launch_.wait_all(
                                launch_.node().size - 1, 1, [&](u64 i) { return &summed_at(rank, rank, peer(i))[chunk]; },

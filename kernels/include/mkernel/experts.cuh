@@ -49,13 +49,14 @@ public:
         : launch_(launch), plan_(plan), shown_(launch, plan.mirror), split_(plan.experts, launch.size()),
           experts_(u32(plan.experts)) {}
 
-    // Fills in this rank's tables: all agents of the launch sort a part of its tokens. First each counts; from all counts it
+    // Fills in this rank's tables: all workers of the launch sort a part of its tokens. First each counts; from all counts it
     // knows where its rows of each expert begin; then it lists them. The first agent returns when all have. As long as
     // nothing is agreed, there are no rows.
     MK_DEVICE void sort(const TokenChoice& choice, i64 tokens, Scratch scratch, i64* expert_offsets) {
         const Agent& agent = launch_.agent();
         const u32 lane = agent.lane(), lanes = agent.lanes(), none = experts_;
-        const i64 member = agent.index(), members = agent.count();
+        const i64 member = agent.index(), members = i64(launch_.workers());
+        if (member >= members) return;
         const bool first = member == 0;
         const i64 sorted = tokens <= plan_.max_tokens ? tokens : 0;  // more than that is refused
         const Range own = block(member, ceil_div(sorted, members), sorted);
@@ -207,7 +208,7 @@ private:
         launch_.raise<Scope::device>(&plan_.told[agent.index()], progress, Writes().complete(agent));
     }
     MK_DEVICE bool await_others(u64 progress) {
-        return launch_.wait_all(launch_.agent().count(), progress, [&](u64 i) { return &plan_.told[i]; },
+        return launch_.wait_all(launch_.workers(), progress, [&](u64 i) { return &plan_.told[i]; },
                                 [](u64 i) { return Subject{Awaited::routes, everyone, i}; });
     }
 

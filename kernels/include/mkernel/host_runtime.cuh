@@ -391,12 +391,19 @@ inline void pause(u32 spins) {
     else nanosleep(&nap, nullptr);
 }
 
+// One time in n, all others get as far as they can before this one goes on.
+inline void stay_away(u32 n) {
+    if (here().simulator && chance(n)) here().simulator->stay_away();
+}
+
 // A point where another thread may come between; a launch with a seed makes that happen often.
 inline void interleave() {
-    if (here().simulator) {
-        here().simulator->take_turns(false);
-        if (chance(32)) here().simulator->stay_away();
-    } else if (chance(4)) sched_yield();
+    if (!here().simulator) {
+        if (chance(4)) sched_yield();
+        return;
+    }
+    here().simulator->take_turns(false);
+    stay_away(64);
 }
 
 inline void Team::barrier() {
