@@ -50,7 +50,7 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
         let_go(self);
         return self.live();
     };
-    auto nodes = [&] { return NodeDispatch(launch, plan.routing, plan.landing, plan.nodes); };
+    auto nodes = [&](Launch& self) { return NodeDispatch(self, plan.routing, plan.landing, plan.nodes); };
 
     if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0))
         launch.apart([&](Launch& self) {
@@ -58,8 +58,10 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
             const bool done = self.is(Role::mover) ? self.by_warps(bring_tokens) : bring_tokens(self, self.agent().scratch());
             if (!done) self.drop();
         });
-    if (several_nodes && launch.is(Role::inter_send)) nodes().send(p.message, p.choice, own), let_go(launch);
-    if (several_nodes && launch.is(Role::inter_receive)) nodes().receive(plan.digest, [] {});
+    if (several_nodes && launch.is(Role::inter_send))
+        launch.apart([&](Launch& self) { nodes(self).send(p.message, p.choice, own), let_go(self); });
+    if (several_nodes && launch.is(Role::inter_receive))
+        launch.apart([&](Launch& self) { nodes(self).receive(plan.digest, [] {}); });
 
     if (launch.is(Role::compute)) {
         Routing routing(launch, plan.routing);

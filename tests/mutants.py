@@ -725,6 +725,18 @@ MUTANTS = {
         CREDITED.replace("copied", "Completed()") + COPIED + RAISED,
         NODES,
     ),
+    "staging: those that stage are to sort": Mutant(
+        H + "experts.cuh",
+        "launch_.wait_all(launch_.workers(), progress,",
+        "launch_.wait_all(launch_.agent().count(), progress,",
+        NODE_EXPERTS,
+    ),
+    "staging: those that stage are to add up": Mutant(
+        H + "combine.cuh",
+        "tokens; chunk += i64(launch_.workers())) {",
+        "tokens; chunk += launch_.agent().count()) {",
+        ("test_staging.py::test_cards_write_tokens_and_sums_as_the_plan_says",),
+    ),
     "nodes: rows before the call": Mutant(
         H + "internode.cuh",
         "if (launch_.await_call(gateway, message.digest)) send_rows",

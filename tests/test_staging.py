@@ -193,10 +193,13 @@ def test_cards_write_tokens_and_sums_as_the_plan_says(kind):
             assert sent(lambda: step(*own[:2], own[3])) == planned
         layout = dispatched(comm, case, 1)
         made, weights = own_rows(comm, case, 1)
-        with mk.MoeCombine(made, weights, layout, **asked) as step:
+        few = mk.Options(chunk_bytes=20)  # more chunks than agents
+        with mk.MoeCombine(made, weights, layout, comm=comm, options=few) as step:
+            out = worlds.nan_filled((case.tokens[comm.rank], case.n), np.float32)
             planned = step.plan.combine.sums_to_network(comm.rank, ids, 9)
             planned += step.plan.combine.weights_to_network(comm.rank, case.tokens)
-            assert sent(lambda: step(made, weights, layout)) == planned
+            assert sent(lambda: step(made, weights, layout, out=out)) == planned
+            expected_sum(case, 1, comm.rank, nodes=comm.topology.sizes).assert_close(out)
         with mk.MoeLayer(*own, num_experts=9, activation=None, **asked) as step:
             planned = step.plan.layer.dispatch.bytes_to_network(comm.rank, ids)
             planned += step.plan.layer.combine.sums_to_network(comm.rank, ids, 9)
