@@ -27,24 +27,22 @@ MK_KERNEL(moe_combine, MoeCombineParams, p) {
     const MoeCombinePlan& plan = *p.plan;
     Launch launch(p.world, plan.split);
     Combination<Type, PartialType> combination(launch, plan.combine, p.rows, p.row_count);
+    CallMessage message = p.message;
+    message.digest += *p.origins.dispatch;  // ranks whose layouts are of different dispatches disagree
 
-    if (launch.agent().index() == 0) launch.announce(p.message);
+    if (launch.agent().index() == 0) launch.announce(message);
 
     auto nodes = [&] { return NodeCombine<Type, PartialType>(launch, plan.combine); };
     if (several_nodes && launch.is(Role::inter_reduce)) nodes().add_and_send(combination);
-    if (several_nodes && launch.is(Role::inter_send)) nodes().send(p.message, p.tokens);
-    if (several_nodes && launch.is(Role::inter_receive)) nodes().receive(plan.digest, combination);
+    if (several_nodes && launch.is(Role::inter_send)) nodes().send(message, p.tokens);
+    if (several_nodes && launch.is(Role::inter_receive)) nodes().receive(message.digest, combination);
 
     const RingOrder peers(launch.rank(), launch.size(), launch.node());
     if (launch.is(Role::compute)) {
         Shown shown(launch, plan.combine.mirror);
         for (u64 peer : peers)
-            if (!launch.await_call(peer, plan.digest) || !shown.await(peer, Crossing::heads)) break;
-        const i64 count = p.origins.expert_offsets[plan.experts], lanes = i64(launch.agent().lanes());
-        for (i64 row = i64(launch.member()) * lanes + launch.agent().lane(); launch.live() && row < count;
-             row += i64(launch.members()) * lanes)
-            combination.note(row, u64(p.origins.source_rank[row]), p.origins.source_token[row],
-                             p.origins.source_slot[row]);
+            if (!launch.await_call(peer, message.digest) || !shown.await(peer, Crossing::heads)) break;
+        if (launch.live()) combination.note(p.origins, p.origins.expert_offsets[plan.experts]);
         combination.computed();
         for (u64 peer : peers) combination.sum_for(peer);
     }

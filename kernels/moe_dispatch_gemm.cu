@@ -29,6 +29,7 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     Launch launch(p.world, plan.split, Agent::warps);
     const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
 
+    if (launch.agent().index() == 0 && launch.agent().lane() == 0) *p.origins.dispatch = launch.generation();
     Routing(launch, plan.routing).sort(p.choice, p.tokens, launch.agent().scratch(), p.origins.expert_offsets);
 
     auto let_go = [](Launch& self) {
@@ -49,7 +50,7 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
         let_go(self);
         return self.live();
     };
-    auto nodes = [&] { return NodeDispatch(launch, plan.routing, plan.landing, plan.nodes); };
+    auto nodes = [&](Launch& self) { return NodeDispatch(self, plan.routing, plan.landing, plan.nodes); };
 
     if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0))
         launch.apart([&](Launch& self) {
@@ -57,8 +58,10 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
             const bool done = self.is(Role::mover) ? self.by_warps(bring_tokens) : bring_tokens(self, self.agent().scratch());
             if (!done) self.drop();
         });
-    if (several_nodes && launch.is(Role::inter_send)) nodes().send(p.message, p.choice, own), let_go(launch);
-    if (several_nodes && launch.is(Role::inter_receive)) nodes().receive(plan.digest, [] {});
+    if (several_nodes && launch.is(Role::inter_send))
+        launch.apart([&](Launch& self) { nodes(self).send(p.message, p.choice, own), let_go(self); });
+    if (several_nodes && launch.is(Role::inter_receive))
+        launch.apart([&](Launch& self) { nodes(self).receive(plan.digest, [] {}); });
 
     if (launch.is(Role::compute)) {
         Routing routing(launch, plan.routing);

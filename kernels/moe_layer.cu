@@ -61,11 +61,14 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
             if (!done) self.drop();
         });
 
-    auto nodes = [&] { return NodeCombine<Type, PartialType>(launch, plan.combine); };
-    auto tokens = [&] { return NodeDispatch(launch, plan.routing, plan.landing, plan.nodes); };
-    if (several_nodes && launch.is(Role::inter_send)) tokens().send(p.message, p.choice, own);
+    auto nodes = [&](Launch& self) { return NodeCombine<Type, PartialType>(self, plan.combine); };
+    auto tokens = [&](Launch& self) { return NodeDispatch(self, plan.routing, plan.landing, plan.nodes); };
+    if (several_nodes && launch.is(Role::inter_send))
+        launch.apart([&](Launch& self) { tokens(self).send(p.message, p.choice, own); });
     if (several_nodes && launch.is(Role::inter_receive))
-        tokens().receive(plan.digest, [&] { nodes().await_sums(combination(launch)); });
+        launch.apart([&](Launch& self) {
+            tokens(self).receive(plan.digest, [&] { nodes(self).await_sums(combination(self)); });
+        });
 
     Routing routing(launch, plan.routing);
     const bool known = routing.await(), refused = known && routing.refused();
@@ -95,7 +98,8 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
         combination(launch).computed();
         for (u64 peer : RingOrder(launch.rank(), launch.size(), launch.node())) combination(launch).sum_for(peer);
     }
-    if (several_nodes && launch.is(Role::inter_reduce) && known && !refused) nodes().add_and_send(combination(launch));
+    if (several_nodes && launch.is(Role::inter_reduce) && known && !refused)
+        launch.apart([&](Launch& self) { nodes(self).add_and_send(combination(self)); });
 
     if (!refused) combination(launch).collect(p.tokens, p.out);
 

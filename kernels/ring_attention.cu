@@ -53,8 +53,10 @@ MK_KERNEL(ring_attention, RingAttentionParams, p) {
         return self.live();
     };
     if (launch.is(Role::mover) && !launch.by_warps(bring_heads)) launch.drop();
-    if (several_nodes && launch.is(Role::inter_send)) NodeWindow<Type>(launch, plan).send(p.message, p.own);
-    if (several_nodes && launch.is(Role::inter_receive)) NodeWindow<Type>(launch, plan).receive(plan.digest);
+    if (several_nodes && launch.is(Role::inter_send))
+        launch.apart([&](Launch& self) { NodeWindow<Type>(self, plan).send(p.message, p.own); });
+    if (several_nodes && launch.is(Role::inter_receive))
+        launch.apart([&](Launch& self) { NodeWindow<Type>(self, plan).receive(plan.digest); });
 
     if (launch.is(Role::compute))
         engine::attention<Type>(

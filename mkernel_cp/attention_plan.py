@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .memory import round_up
-from .plan import Gpu, NodesPlan, Options, choose_split
+from .plan import Gpu, NodesPlan, Options, choose_split, network_agents, network_bytes
 from .reference import array_split_counts
 from .topology import LETTER_BYTES, Topology
 
@@ -78,6 +78,8 @@ class Attention:
         About how much is moved at a time.
     nodes : tuple of int or None
         Ranks of each node; None: all on one.
+    staged : bool
+        Whether what goes between nodes passes through slots of host memory.
     """
 
     batch: int
@@ -92,6 +94,7 @@ class Attention:
     max_workspace: int | None = None
     chunk_bytes: int | None = None
     nodes: tuple[int, ...] | None = None
+    staged: bool = False
 
     def __str__(self) -> str:
         """All of it, as the ranks compare it and errors show it."""
@@ -166,6 +169,20 @@ class Attention:
         """Return the gateways that a rank sends its runs to, each with a run."""
         gateways = self.topology(rank).gateways
         return tuple((to, run) for to in gateways for run in self.landing(to) if run.source == rank)
+
+    def arriving(self, rank: int) -> tuple[Run, ...]:
+        """Return the runs that come to a rank from other nodes, as their gateway."""
+        sources = self.topology(rank).sources
+        return tuple(run for run in self.landing(rank) if run.source in sources)
+
+    def messages(self, runs: Iterable[Run]) -> list[int]:
+        """Return the bytes of each chunk of the keys of some runs, in one unit."""
+        line = self.columns * self.dtype.itemsize
+        return [
+            min(self.chunk, run.count - begin) * line
+            for run in runs
+            for begin in range(0, run.count, self.chunk)
+        ]
 
     def bytes_of(self, positions: int) -> int:
         """Return the bytes of the keys and values of one unit at so many positions."""
@@ -279,6 +296,8 @@ class RingAttentionPlan(NodesPlan):
         Scratch memory of an agent.
     nodes : tuple of int
         Ranks of each node.
+    staged : bool
+        Whether what goes between them passes through slots of host memory.
 
     Notes
     -----
@@ -308,6 +327,7 @@ class RingAttentionPlan(NodesPlan):
     split: tuple[int, int]
     shared_bytes: int
     nodes: tuple[int, ...]
+    staged: bool
 
     @property
     def attention(self) -> Attention:
@@ -325,6 +345,7 @@ class RingAttentionPlan(NodesPlan):
             max_workspace=self.max_workspace,
             chunk_bytes=self.chunk_bytes,
             nodes=self.nodes,
+            staged=self.staged,
         )
 
     @property
@@ -342,10 +363,13 @@ class RingAttentionPlan(NodesPlan):
     @property
     def bytes_to_network(self) -> int:
         """Bytes that this rank sends to other nodes in one call: what each needs, and letters."""
-        agreed = self.attention
-        sent = sum(run.count for _, run in agreed.leaving(self.rank))
-        freed = len(self.topology.sources) * max(0, agreed.units - self.window) * LETTER_BYTES
-        return agreed.units * agreed.bytes_of(sent) + freed + self.topology.letter_bytes
+        agreed, topology = self.attention, self.topology
+        leaving = [run for _, run in agreed.leaving(self.rank)]
+        chunks = agreed.messages(leaving), agreed.messages(agreed.arriving(self.rank))
+        freed = ([LETTER_BYTES] * len(peers) for peers in (topology.sources, topology.gateways))
+        sent = 2 * agreed.units * network_bytes(self.staged, *chunks)
+        told = max(0, agreed.units - self.window) * network_bytes(self.staged, *freed)
+        return sent + told + topology.letter_bytes
 
     @property
     def options(self) -> Options:
@@ -573,6 +597,7 @@ def plan_ring_attention(
     On the host target, two compute agents at most: see `plan_allgather_gemm`.
     """
     chosen = choose_attention_tile(rank, attention, options, gpu)
+    nodes = attention.nodes or (attention.ranks,)
     blocks = sum(math.ceil(run.count / chosen.tile[0]) for run in attention.held_by(rank))
     tiles = blocks * attention.heads * attention.batch
     queries = max(1, attention.seq_counts[rank] * (attention.heads // attention.kv_heads))
@@ -586,7 +611,7 @@ def plan_ring_attention(
         )
     split = choose_split(
         *(chosen, attention.ranks, tiles, movers, options),
-        min(capacity, MOST_COMPUTE_AGENTS),
+        min(capacity - network_agents(nodes), MOST_COMPUTE_AGENTS),
     )
     return RingAttentionPlan(
         rank=rank,
@@ -609,5 +634,6 @@ def plan_ring_attention(
         window=attention.window,
         split=split,
         shared_bytes=chosen.shared_bytes(attention.dtype),
-        nodes=attention.nodes or (attention.ranks,),
+        nodes=nodes,
+        staged=attention.staged,
     )

@@ -16,24 +16,33 @@ from .commands import bench, compile, demo, doctor, job, run, spelled, tune
 from .moe_plan import ACTIVATIONS
 from .plan import DTYPES
 
-# What `bench` measures, and its rivals.
+# What `bench` and `tune` measure.
 _MEASURED = {
-    "allgather-gemm": ("C = A @ B", ", PyTorch async-TP and cuBLASMp"),
-    "gemm-reduce-scatter": (
-        "each rank's rows of the sum over ranks of A @ B",
-        ", PyTorch async-TP and cuBLASMp",
-    ),
-    "gemm-allreduce": ("the sum over ranks of A @ B", ""),
-    "moe-dispatch-gemm": ("tokens times the weights of the experts that they chose", ""),
-    "moe-layer": ("what a layer of experts, with swiglu, makes of tokens", ""),
+    "allgather-gemm": "C = A @ B",
+    "gemm-reduce-scatter": "each rank's rows of the sum over ranks of A @ B",
+    "gemm-allreduce": "the sum over ranks of A @ B",
+    "moe-dispatch-gemm": "tokens times the weights of the experts that they chose",
+    "moe-combine": "the weighted sums of what experts have made of tokens",
+    "moe-layer": "what a layer of experts, with swiglu, makes of tokens",
 }
+# A library that does the same alone, where that is not cuBLAS; and rivals.
+_ALONE = {"moe-combine": "PyTorch"}
+_RIVALS = dict.fromkeys(
+    ("allgather-gemm", "gemm-reduce-scatter"), ", PyTorch async-TP and cuBLASMp"
+)
 _OF_OPERATORS = "run", "bench", "tune"
-_TUNED = tuple(name for name in _MEASURED if not name.startswith("moe"))
+
+# Files of `run`.
+_TOKENS = "tokens (T, H)"
+_CHOICES = "ids (T, k) of the experts of each token; -1: none"
+_WEIGHTS = "weights (T, k) of the choices, float32, or float64 for float64"
 
 _SHAPES = {
     ("M", "K", "N"): "rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N)",
     ("tokens", "H", "I", "E", "k"): "tokens, columns of tokens and of what an expert makes of "
     "them, experts of all ranks, choices of a token",
+    ("tokens", "N", "E", "k"): "tokens, columns of what is made of them, experts of all ranks, "
+    "choices of a token",
 }
 
 _DESCRIPTION = """\
@@ -131,13 +140,12 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     split = "Each rank reads some of the tokens and some of the experts."
-    tokens = {"x": "tokens (T, H)", "topk_idx": "ids (T, k) of the experts of each; -1: none"}
     operator = _add_run(
         operators,
         run.moe_dispatch_gemm,
         "tokens times the weights of the experts that they chose",
         split,
-        {**tokens, "w": "weights (E, H, I) of all experts"},
+        {"x": _TOKENS, "topk_idx": _CHOICES, "w": "weights (E, H, I) of all experts"},
         "Y.npy",
     )
     _add_out_dtype(
@@ -145,12 +153,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_run(
         operators,
+        run.moe_combine,
+        "the weighted sums of what experts have made of tokens",
+        split,
+        {
+            "rows": "rows (R, N), one for each choice, in the order that moe-dispatch-gemm writes",
+            "topk_idx": _CHOICES,
+            "topk_weight": _WEIGHTS,
+        },
+        "Y.npy",
+    )
+    _add_run(
+        operators,
         run.moe_layer,
         "what a layer of experts makes of tokens",
         split,
         {
-            **tokens,
-            "topk_weight": "weights (T, k) of the choices, float32, or float64 for float64",
+            "x": _TOKENS,
+            "topk_idx": _CHOICES,
+            "topk_weight": _WEIGHTS,
             "w1": "first weights (E, H, I) of all experts; for swiglu (E, H, 2 I)",
             "w2": "second weights (E, I, N)",
         },
@@ -164,16 +185,17 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("bench", help="measure an operator beside its alternatives")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    for name, (what, others) in _MEASURED.items():
+    for name, what in _MEASURED.items():
+        alone, others = _ALONE.get(name, "cuBLAS"), _RIVALS.get(name, "")
         operator = operators.add_parser(
             name,
-            help=f"beside cuBLAS, NCCL{others}",
-            description=f"Measure {what} beside cuBLAS alone, cuBLAS and NCCL one after the other"
+            help=f"beside {alone}, NCCL{others}",
+            description=f"Measure {what} beside {alone} alone, {alone} and NCCL one after the other"
             f"{others}, as far as they are installed. efficiency = floor / fused, and floor is the "
             "longer of compute and transfer.",
         )
         _add_measured(operator, name)
-        if name not in _TUNED:
+        if name.startswith("moe"):
             operator.add_argument(
                 "--routing",
                 choices=ROUTINGS,
@@ -199,12 +221,11 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-    for name in _TUNED:
-        what, _ = _MEASURED[name]
+    for name, what in _MEASURED.items():
         operator = operators.add_parser(
             name,
             help="its tiles, movers and chunks",
-            description=f"Measure plans of {what} that differ in tiles, movers and chunks. What is "
+            description=f"Measure plans of {what} that differ in tiles, movers or chunks. What is "
             "faster than the cost model's choices is kept for later calls on such GPUs with as "
             "many ranks.",
         )

@@ -924,15 +924,6 @@ class Communicator:
                 f"on nodes of {list(self.topology.sizes)}: leave out nodes= and MKERNEL_NODES"
             )
 
-    def refuse_staging(self, what: str) -> None:
-        """Raise for what cannot pass through slots of host memory on its way to other nodes."""
-        if self.staging_agents:
-            raise errors.ConfigurationError(
-                f"{what} works between nodes only where network cards reach the memory of kernels "
-                f"so far, and the ranks of this communicator, on {self.target}, are on nodes of "
-                f"{list(self.topology.sizes)}: use one node, or target='host'"
-            )
-
     def _place(self, operand: np.ndarray, message: ctypes.Structure) -> None:
         """Say in a message where peers find an operand; ValueError if they cannot read it."""
         if operand.size == 0:

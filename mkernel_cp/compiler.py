@@ -67,8 +67,11 @@ _private: Path | None = None
 
 def kernels_dir() -> Path:
     """Return the folder of the kernels: inside an installed package, or beside it in a checkout."""
-    if _kernels_override is not None:
-        return _kernels_override
+    return _installed_kernels() if _kernels_override is None else _kernels_override
+
+
+@functools.cache
+def _installed_kernels() -> Path:
     package = Path(__file__).resolve().parent
     candidates = (package / "kernels", package.parent / "kernels")
     for folder in candidates:

@@ -113,6 +113,11 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
             )
             if f"{name}=" in texts[origin] and f"{name}=" in texts[peer]
         )
+        if texts[origin] == texts[peer]:
+            hint += (
+                "; what differs is the call of moe_dispatch_gemm that their layouts are of: pass "
+                "what the same call has returned"
+            )
         return errors.ArgumentMismatchError(
             f"ranks disagree: rank {origin} calls {texts[origin]}; rank {peer} calls {texts[peer]}."
             " All ranks must make the same calls in the same order, with the same agreed arguments"

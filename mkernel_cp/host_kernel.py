@@ -84,6 +84,7 @@ class HostKernel:
         *,
         stopped_rank: int | None = None,
         stop_step: int = 0,
+        helpers: Sequence[ctypes.Structure] = (),
     ) -> ctypes.Structure:
         """Run launches of all ranks in this thread, interleaved by a seed, in virtual time.
 
@@ -98,6 +99,8 @@ class HostKernel:
         stopped_rank : int, optional
             This rank gets no turn any more after `stop_step` turns of all.
         stop_step : int, optional
+        helpers : sequence of ctypes.Structure, optional
+            ``Helper``: who else gets turns.
 
         Returns
         -------
@@ -106,6 +109,7 @@ class HostKernel:
         """
         structures = structs.host()
         callback = _ENDED(ended)
+        beside = (structures.Helper * len(helpers))(*helpers)
         simulation = structures.Simulation(
             seed=seed,
             ranks=len(requests),
@@ -113,6 +117,8 @@ class HostKernel:
             ended=ctypes.cast(callback, ctypes.c_void_p).value,
             stopped_rank=2**64 - 1 if stopped_rank is None else stopped_rank,
             stop_step=stop_step,
+            helpers=ctypes.addressof(beside),
+            helper_count=len(helpers),
         )
         flat = [request for row in requests for request in row]
         array = (structures.Launch * len(flat))(*flat)

@@ -6,6 +6,7 @@ Pure Python, as all plans.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,9 +23,11 @@ from .plan import (
     default_tile,
     hopper_group_tile,
     hopper_group_tiles,
+    inter_reduce,
     line_pitch,
+    network_agents,
+    network_bytes,
     portable_tile,
-    with_inter_reduce,
 )
 from .reference import accumulator_dtype, array_split_counts
 from .topology import Topology
@@ -65,6 +68,8 @@ class Dispatch:
         About how much is moved at a time.
     nodes : tuple of int or None
         Ranks of each node; None: all on one.
+    staged : bool
+        Whether what goes between nodes passes through slots of host memory.
     weighted : bool
         Whether weights of its tokens go with what a rank tells of them.
     """
@@ -80,6 +85,7 @@ class Dispatch:
     capacity: int | None = None
     chunk_bytes: int | None = None
     nodes: tuple[int, ...] | None = None
+    staged: bool = False
     weighted: bool = False
 
     def __str__(self) -> str:
@@ -95,6 +101,11 @@ class Dispatch:
     def experts_of(self) -> tuple[int, ...]:
         """How many experts each rank has."""
         return array_split_counts(self.experts, self.ranks)
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """(columns, k) of the product."""
+        return ((self.n, self.h),)
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -158,26 +169,32 @@ class Dispatch:
         """Bytes of the tables that all agree by."""
         return offsets_of(self.table_sizes())["routes"]
 
-    def bytes_to_network(self, rank: int, ids: np.ndarray) -> int:
-        """Return the bytes that a rank sends to other nodes in a call, for its tokens' choices.
+    def bytes_to_network(self, rank: int, id_blocks: Sequence[np.ndarray]) -> int:
+        """Return the bytes that a rank sends to other nodes in a call, for all ranks' choices."""
+        topology = Topology(rank, self.nodes or (self.ranks,))
+        nodes = map(topology.node_of, topology.gateways)
+        sent = (self._messages(id_blocks[rank], node) for node in nodes)
+        received = (self._messages(id_blocks[source], topology.node) for source in topology.sources)
+        messages = (list(chain.from_iterable(each)) for each in (sent, received))
+        return network_bytes(self.staged, *messages) + topology.letter_bytes
 
-        Tokens once to each node, a route for each row that is made of them there, their places
-        for each rank that needs them, and what all agree by.
+    def _messages(self, ids: np.ndarray, node: int) -> list[int]:
+        """Return the bytes of all that a rank sends to another node, for its tokens' choices.
+
+        What all agree by; and if any row is made there, a route for each of them, their places for
+        each rank that needs them, and chunk by chunk the tokens, once.
         """
-        if not self.several_nodes:
-            return 0
-        topology = Topology(rank, self.nodes)
-        owners = np.repeat(np.arange(self.ranks), self.experts_of)
-        chosen = _owners(owners, ids)
-        total, begins = 0, np.cumsum([0, *self.nodes])
-        for gateway in topology.gateways:
-            node = topology.node_of(gateway)
-            ranks = range(begins[node], begins[node + 1])
-            there = np.isin(chosen, ranks)
-            listed = sum(int((chosen == peer).any(axis=1).sum()) for peer in ranks)
-            tokens = int(there.any(axis=1).sum()) * self.h * self.dtype.itemsize
-            total += tokens + int(there.sum()) * _ROUTE_BYTES + listed * 4 + self.head_bytes
-        return total + topology.letter_bytes
+        chosen, ranks = _chosen(self, self.experts, ids), _ranks_of(self, node)
+        there = np.isin(chosen, ranks)
+        if not there.any():
+            return [self.head_bytes]
+        listed = sum(int((chosen == peer).any(axis=1).sum()) for peer in ranks)
+        tokens = int(there.any(axis=1).sum())
+        chunks = [
+            min(self.chunk_tokens, tokens - begin) * self.h * self.dtype.itemsize
+            for begin in range(0, tokens, self.chunk_tokens)
+        ]
+        return [self.head_bytes, int(there.sum()) * _ROUTE_BYTES, listed * 4, *chunks]
 
     def _node_sizes(self) -> dict[str, int]:
         """Return the bytes of what a rank sends to other nodes and gets from them."""
@@ -258,6 +275,8 @@ class MoeDispatchGemmPlan(NodesPlan):
         Scratch memory of an agent.
     nodes : tuple of int
         Ranks of each node.
+    staged : bool
+        Whether what goes between them passes through slots of host memory.
 
     Notes
     -----
@@ -283,6 +302,7 @@ class MoeDispatchGemmPlan(NodesPlan):
     split: tuple[int, int]
     shared_bytes: int
     nodes: tuple[int, ...]
+    staged: bool
 
     @property
     def dispatch(self) -> Dispatch:
@@ -299,6 +319,7 @@ class MoeDispatchGemmPlan(NodesPlan):
             capacity=self.max_capacity,
             chunk_bytes=self.chunk_bytes,
             nodes=self.nodes,
+            staged=self.staged,
         )
 
     @property
@@ -359,6 +380,8 @@ class Combine:
         About how much is sent at a time.
     nodes : tuple of int or None
         Ranks of each node; None: all on one.
+    staged : bool
+        Whether what goes between nodes passes through slots of host memory.
     """
 
     parts: ClassVar[int] = 1  # of what a rank shows other nodes: weights
@@ -371,6 +394,7 @@ class Combine:
     max_tokens: int
     chunk_bytes: int | None = None
     nodes: tuple[int, ...] | None = None
+    staged: bool = False
 
     def __str__(self) -> str:
         """All of it, as the ranks compare it and errors show it."""
@@ -436,24 +460,28 @@ class Combine:
 
     def sums_to_network(self, rank: int, id_blocks: Sequence[np.ndarray], experts: int) -> int:
         """Return the bytes of the sums that a rank sends to other nodes, for all ranks' choices."""
-        if not self.several_nodes:
-            return 0
-        topology = Topology(rank, self.nodes)
-        owners = np.repeat(np.arange(self.ranks), array_split_counts(experts, self.ranks))
-        total = 0
-        for source in topology.sources:
-            chosen = _owners(owners, id_blocks[source])
-            sums = int(np.isin(chosen, topology.peers).any(axis=1).sum())
-            total += sums * self.n * self.transfer_dtype.itemsize + self.chunks * self.head_bytes
-        return total
+        topology = Topology(rank, self.nodes or (self.ranks,))
 
-    def weights_to_network(self, rank: int, tokens: int) -> int:
-        """Return the bytes of what else a rank with so many tokens sends in a call of its own."""
-        if not self.several_nodes:
-            return 0
-        topology = Topology(rank, self.nodes)
-        weights = tokens * self.slots * accumulator_dtype(self.dtype).itemsize
-        return len(topology.gateways) * weights + topology.letter_bytes
+        def messages(source: int, node: int) -> list[int]:
+            chosen = _chosen(self, experts, id_blocks[source])
+            there = np.isin(chosen, _ranks_of(self, node)).any(axis=1)
+            begins = range(0, self.chunks * self.chunk_tokens, self.chunk_tokens)
+            sums = [int(there[begin : begin + self.chunk_tokens].sum()) for begin in begins]
+            return [self.head_bytes + s * self.n * self.transfer_dtype.itemsize for s in sums]
+
+        nodes = map(topology.node_of, topology.gateways)
+        sent = (messages(source, topology.node) for source in topology.sources)
+        received = (messages(rank, node) for node in nodes)
+        both = (list(chain.from_iterable(each)) for each in (sent, received))
+        return network_bytes(self.staged, *both)
+
+    def weights_to_network(self, rank: int, tokens: Sequence[int]) -> int:
+        """Return the bytes of what else a rank sends in a call of its own; `tokens`: of each."""
+        topology = Topology(rank, self.nodes or (self.ranks,))
+        each = self.slots * accumulator_dtype(self.dtype).itemsize
+        sent = [tokens[rank] * each] * len(topology.gateways)
+        received = [tokens[source] * each for source in topology.sources]
+        return network_bytes(self.staged, sent, received) + topology.letter_bytes
 
     def signal_sizes(self) -> dict[str, int]:
         """Return the words of everything among the signals."""
@@ -495,6 +523,8 @@ class MoeCombinePlan(NodesPlan):
         Scratch memory of an agent.
     nodes : tuple of int
         Ranks of each node.
+    staged : bool
+        Whether what goes between them passes through slots of host memory.
     """
 
     operator: ClassVar[str] = "moe_combine"
@@ -514,6 +544,7 @@ class MoeCombinePlan(NodesPlan):
     split: tuple[int, ...]
     shared_bytes: int
     nodes: tuple[int, ...]
+    staged: bool
 
     @property
     def combine(self) -> Combine:
@@ -527,6 +558,7 @@ class MoeCombinePlan(NodesPlan):
             max_tokens=self.max_tokens,
             chunk_bytes=self.chunk_bytes,
             nodes=self.nodes,
+            staged=self.staged,
         )
 
     @property
@@ -560,7 +592,6 @@ def plan_moe_combine(
 ) -> MoeCombinePlan:
     """Choose a plan: for a GPU that runs `capacity` agents at a time, or for the host target."""
     engine = default_tile(combine.dtype) if gpu else HostTile((1, 1, 1))
-    nodes = combine.nodes or (combine.ranks,)
     return MoeCombinePlan(
         rank=rank,
         ranks=combine.ranks,
@@ -573,12 +604,10 @@ def plan_moe_combine(
         target="cuda" if gpu else "host",
         engine=engine.engine,
         chunk_bytes=combine.chunk_bytes or _CHUNK_BYTES,
-        split=with_inter_reduce(
-            expert_split(engine, combine.ranks, combine.max_tokens, options, capacity),
-            *(nodes, options),
-        ),
+        split=expert_split(engine, combine, combine.max_tokens, options, capacity),
         shared_bytes=0,
-        nodes=nodes,
+        nodes=combine.nodes or (combine.ranks,),
+        staged=combine.staged,
     )
 
 
@@ -587,9 +616,15 @@ def _weight_bytes(agreed: Dispatch | Combine) -> int:
     return agreed.max_tokens * agreed.slots * accumulator_dtype(agreed.dtype).itemsize
 
 
-def _owners(owners: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def _chosen(agreed: Dispatch | Combine, experts: int, ids: np.ndarray) -> np.ndarray:
     """Return the ranks of the experts that tokens have chosen; -1 for none."""
-    return np.where(ids < 0, -1, owners[ids]) if len(owners) else np.full(ids.shape, -1)
+    owners = np.repeat(np.arange(agreed.ranks), array_split_counts(experts, agreed.ranks))
+    return np.where(ids < 0, -1, owners[ids]) if experts else np.full(ids.shape, -1)
+
+
+def _ranks_of(agreed: Dispatch | Combine, node: int) -> range:
+    """Return the ranks of a node."""
+    return range(sum(agreed.nodes[:node]), sum(agreed.nodes[: node + 1]))
 
 
 def _together(first: dict[str, int], other: dict[str, int]) -> dict[str, int]:
@@ -614,7 +649,7 @@ class Layer:
     dtype, transfer_dtype : numpy.dtype
         Of everything; of sums on their way.
     activation : str or None
-    max_tokens, capacity, chunk_bytes, nodes
+    max_tokens, capacity, chunk_bytes, nodes, staged
         As for `Dispatch`.
     """
 
@@ -631,6 +666,7 @@ class Layer:
     capacity: int | None = None
     chunk_bytes: int | None = None
     nodes: tuple[int, ...] | None = None
+    staged: bool = False
 
     def __str__(self) -> str:
         """All of it, as the ranks compare it and errors show it."""
@@ -657,6 +693,7 @@ class Layer:
             capacity=self.capacity,
             chunk_bytes=self.chunk_bytes,
             nodes=self.nodes,
+            staged=self.staged,
             weighted=True,
         )
 
@@ -672,6 +709,7 @@ class Layer:
             max_tokens=self.max_tokens,
             chunk_bytes=self.chunk_bytes,
             nodes=self.nodes,
+            staged=self.staged,
         )
 
     @property
@@ -727,6 +765,8 @@ class MoeLayerPlan(NodesPlan):
         Scratch memory of an agent.
     nodes : tuple of int
         Ranks of each node.
+    staged : bool
+        Whether what goes between them passes through slots of host memory.
     """
 
     operator: ClassVar[str] = "moe_layer"
@@ -753,6 +793,7 @@ class MoeLayerPlan(NodesPlan):
     split: tuple[int, ...]
     shared_bytes: int
     nodes: tuple[int, ...]
+    staged: bool
 
     @property
     def layer(self) -> Layer:
@@ -771,6 +812,7 @@ class MoeLayerPlan(NodesPlan):
             capacity=self.max_capacity,
             chunk_bytes=self.chunk_bytes,
             nodes=self.nodes,
+            staged=self.staged,
         )
 
     @property
@@ -833,7 +875,6 @@ def plan_moe_layer(
     """
     tiles = _most_tiles(layer.dispatch, rank, max(layer.inner, layer.n), chosen)
     rows, columns = chosen.part
-    nodes = layer.nodes or (layer.ranks,)
     return MoeLayerPlan(
         rank=rank,
         ranks=layer.ranks,
@@ -853,17 +894,16 @@ def plan_moe_layer(
         tile=chosen.tile,
         part=(rows, columns // 2 if pairs_columns(layer, chosen) else columns),
         chunk_bytes=layer.chunk_bytes or _CHUNK_BYTES,
-        split=with_inter_reduce(
-            expert_split(chosen, layer.ranks, tiles, options, capacity), nodes, options
-        ),
+        split=expert_split(chosen, layer, tiles, options, capacity),
         shared_bytes=shared_bytes(layer.dispatch, chosen, accumulator_dtype(layer.dtype)),
-        nodes=nodes,
+        nodes=layer.nodes or (layer.ranks,),
+        staged=layer.staged,
     )
 
 
 def dispatch_tile(rank: int, dispatch: Dispatch, options: Options, gpu: Gpu | None) -> Any:
     """Choose the tile of a rank's products."""
-    return _tile(dispatch, rank, [(dispatch.n, dispatch.h)], options, gpu)
+    return _tile(dispatch, rank, dispatch.products, options, gpu)
 
 
 def plan_moe_dispatch_gemm(
@@ -889,9 +929,10 @@ def plan_moe_dispatch_gemm(
         engine=chosen.engine,
         tile=chosen.tile,
         chunk_bytes=dispatch.chunk_bytes or _CHUNK_BYTES,
-        split=expert_split(chosen, dispatch.ranks, tiles, options, capacity),
+        split=expert_split(chosen, dispatch, tiles, options, capacity, adds=False),
         shared_bytes=shared_bytes(dispatch, chosen, dispatch.out_dtype),
         nodes=dispatch.nodes or (dispatch.ranks,),
+        staged=dispatch.staged,
     )
 
 
@@ -914,6 +955,12 @@ def _has_fast_engine(dtype: np.dtype, gpu: Gpu) -> bool:
     return gpu.arch == "sm_90a" and dtype.itemsize == 2
 
 
+def takes_fast_engine(dtype: np.dtype, products: Sequence[tuple[int, int]], gpu: Gpu) -> bool:
+    """Return whether a GPU has a fast engine for products of these (columns, k)."""
+    aligned = all(extent % _ALIGNED_ELEMENTS == 0 for product in products for extent in product)
+    return _has_fast_engine(dtype, gpu) and aligned
+
+
 def _tile(
     dispatch: Dispatch,
     rank: int,
@@ -933,8 +980,7 @@ def _tile(
             f"shared memory, the GPU has {gpu.shared_bytes} per block: use fewer"
         )
     tile = None
-    aligned = all(extent % _ALIGNED_ELEMENTS == 0 for product in products for extent in product)
-    if _has_fast_engine(dispatch.dtype, gpu) and aligned:
+    if takes_fast_engine(dispatch.dtype, products, gpu):
         rows = dispatch.ranks * dispatch.max_tokens * dispatch.slots / max(1, dispatch.experts)
         incoming = (dispatch.ranks - 1) * dispatch.max_tokens * dispatch.pitch
         groups = dispatch.experts_of[rank]
@@ -953,12 +999,19 @@ def shared_bytes(dispatch: Dispatch, chosen: Any, staged: np.dtype) -> int:
 
 
 def expert_split(
-    chosen: Any, ranks: int, tiles: int, options: Options, capacity: int
-) -> tuple[int, int]:
-    """Return how many agents move and how many compute; on a GPU some move on one rank, too."""
+    chosen: Any, agreed: Any, tiles: int, options: Options, capacity: int, *, adds: bool = True
+) -> tuple[int, ...]:
+    """Return how many agents move and how many compute; on a GPU some move on one rank, too.
+
+    Between nodes some add as well, if `adds`.
+    """
+    ranks, nodes = agreed.ranks, agreed.nodes or (agreed.ranks,)
+    adding = inter_reduce(nodes, options) if adds else ()
+    capacity -= network_agents(nodes) + sum(adding)
     alone = 1 if chosen.engine == "host" else 2
     if alone > 1 and options.split and not options.split[0]:
         raise ValueError(f"Options(split={options.split}): on a GPU use at least one mover")
-    return choose_split(
+    split = choose_split(
         chosen, max(alone, ranks), tiles, _MOVERS, options, min(capacity, MOST_AGENTS)
     )
+    return *split, *adding

@@ -50,7 +50,8 @@ class Options:
         float32 for 16-bit operands. All ranks must give the same.
     tf32 : bool, optional
         Round float32 operands to 11 bits of significand as they are multiplied, which GPUs do many
-        times as fast; sums stay in float32. All ranks must give the same.
+        times as fast; sums stay in float32. All ranks must give the same. GPUs of compute
+        capability 9.0 read `a` in C and `b` in F order for it, and copy what lies otherwise.
     sm_budget : int, optional
         How many multiprocessors of a GPU a call takes at most, so that other kernels have the rest.
         Nothing on the host target.
@@ -137,6 +138,17 @@ def type_defines(
         "MK_OUT_TYPE": cpp_type(out_dtype),
     }
     return defines | ({"MK_TRANSFER_TYPE": cpp_type(transfer_dtype)} if transfer_dtype else {})
+
+
+def network_bytes(staged: bool, sent: Sequence[int], received: Sequence[int]) -> int:
+    """Return what a rank sends: messages of so many bytes, and what slots cost for all of them."""
+    slots = [sum(parcels(1, nbytes) for nbytes in messages) for messages in (sent, received)]
+    return sum(sent) + staged * slot_bytes(*slots)
+
+
+def slot_bytes(sent: int, received: int) -> int:
+    """Return the bytes that a rank sends for slots that leave it, and for those that it gets."""
+    return PARCEL_BYTES * sent + CREDIT_BYTES * received
 
 
 def parcels(lines: int, nbytes: int) -> int:
@@ -319,7 +331,7 @@ class HopperTile:
     cluster : int
         Blocks that share a tile.
     stages : int
-        Panels of 64 of k in flight.
+        Panels of 128 bytes of k in flight.
     strips : int
         Pieces of the result that each half of a block's rows keeps while they are stored.
     courier_bytes : int
@@ -528,9 +540,16 @@ def hopper_group_tile(
     return replace(found[0], tile=options.tile) if found else None
 
 
-def gpu_tiles(dtype: np.dtype, gpu: Gpu, *, gathers: bool) -> list[PortableTile | HopperTile]:
+def _takes_hopper(gpu: Gpu, dtype: np.dtype, tf32: bool) -> bool:
+    """Return whether a GPU multiplies operands by the instructions of engine/hopper.cuh."""
+    return gpu.arch == "sm_90a" and (dtype.itemsize == 2 or tf32)
+
+
+def gpu_tiles(
+    dtype: np.dtype, gpu: Gpu, *, gathers: bool, tf32: bool = False
+) -> list[PortableTile | HopperTile]:
     """Return the tiles that plans of several ranks choose from, where the caller does not."""
-    if gpu.arch == "sm_90a" and dtype.itemsize == 2:
+    if _takes_hopper(gpu, dtype, tf32):
         return [
             _hopper_tile(
                 *(*shape, _HOPPER_GATE, cluster, 0, gpu.shared_bytes),
@@ -614,15 +633,20 @@ class PlanFile:
 
 
 class NodesPlan(PlanFile):
-    """What plans have whose ranks may be on several nodes: `rank`, and the ranks of each node."""
+    """What plans have whose ranks may be on several nodes: `rank`, and the ranks of each node.
+
+    `staged` says whether what goes between them passes through slots of host memory on its way, as
+    network cards do not reach the memory of kernels.
+    """
 
     rank: int
     nodes: tuple[int, ...]
+    staged: bool
 
     @property
     def network_agents(self) -> int:
         """Agents that serve the network."""
-        return 2 if len(self.nodes) > 1 else 0
+        return network_agents(self.nodes)
 
     @property
     def topology(self) -> Topology:
@@ -636,7 +660,7 @@ class NodesPlan(PlanFile):
         ranks = f"rank{'s' * (len(receivers) > 1)} {', '.join(map(str, receivers)) or 'none'}"
         return (
             f"nodes of {list(self.nodes)} ranks: {self.bytes_to_network} bytes leave this one, to "
-            f"{ranks}",
+            f"{ranks}{', through slots of host memory' if self.staged else ''}",
         )
 
 
@@ -699,15 +723,7 @@ class GemmPlan(NodesPlan):
     @property
     def network_agents(self) -> int:
         """Agents that serve the network, beside those that add."""
-        return _network_agents(self.nodes, self.cluster, sum(self.split[2:]))
-
-    def _staging_bytes(self, sent: int, received: int) -> int:
-        """Bytes that slots add to what this rank sends, for so many sent and received by it."""
-        return self.staged * (PARCEL_BYTES * sent + CREDIT_BYTES * received)
-
-    def _between_nodes(self, receivers: list[int]) -> tuple[str, ...]:
-        how = ", through slots of host memory" if self.staged else ""
-        return tuple(words + how for words in super()._between_nodes(receivers))
+        return network_agents(self.nodes, self.cluster, sum(self.split[2:]))
 
     def _heading(self) -> tuple[str, str]:
         clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
@@ -785,7 +801,7 @@ class AllGatherGemmPlan(GemmPlan):
         sent = len(topology.gateways) * self._parcels(self.rank)
         received = sum(map(self._parcels, topology.sources))
         rows = len(topology.gateways) * self.row_bytes(self.rank)
-        return rows + topology.letter_bytes + self._staging_bytes(sent, received)
+        return rows + topology.letter_bytes + self.staged * slot_bytes(sent, received)
 
     def _lines(self, rank: int) -> Iterator[tuple[int, int]]:
         """Give the lines of each chunk of a rank's rows, and the bytes of one.
@@ -915,7 +931,7 @@ class GemmReduceScatterPlan(GemmPlan):
         topology, dtype = self.topology, self.transfer_dtype
         sent = sum(self._parcels(rank, dtype) for rank in topology.sources)
         received = len(topology.gateways) * self._parcels(self.rank, dtype)
-        slots = self._staging_bytes(sent, received)
+        slots = self.staged * slot_bytes(sent, received)
         return self.sum_bytes(topology.sources, dtype) + topology.letter_bytes + slots
 
     def _told_bytes(self, rows: int, exact: int) -> int:
@@ -992,7 +1008,7 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
         nodes, once = len(topology.gateways), self.sum_bytes((self.rank,), dtype)
         sent = nodes * self._parcels(self.rank, dtype)
         received = sum(self._parcels(rank, dtype) for rank in topology.sources)
-        return super().bytes_to_network + nodes * once + self._staging_bytes(sent, received)
+        return super().bytes_to_network + nodes * once + self.staged * slot_bytes(sent, received)
 
     @property
     def receivers(self) -> list[int]:
@@ -1105,7 +1121,7 @@ def plan_allgather_gemm(
     chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
     ranks = len(row_counts)
     nodes = nodes or (ranks,)
-    capacity -= _network_agents(nodes, chosen.cluster)
+    capacity -= network_agents(nodes, chosen.cluster)
     work = max(tiles, chunks) if chosen.moves and ranks > 1 else tiles
     split = choose_split(chosen, ranks, work, min(_MOVERS, chunks), options, capacity)
     return AllGatherGemmPlan(
@@ -1132,7 +1148,7 @@ def plan_allgather_gemm(
     )
 
 
-def _network_agents(nodes: tuple[int, ...], cluster: int, adding: int = 0) -> int:
+def network_agents(nodes: tuple[int, ...], cluster: int = 1, adding: int = 0) -> int:
     """Return how many agents serve the network, beside some that add: whole clusters with them."""
     return 0 if len(nodes) == 1 else round_up(adding + 2, cluster) - adding
 
@@ -1170,7 +1186,7 @@ def choose_tile(
     if gpu is None:
         return host_tile(row_counts, n, k, options)
     tile = None
-    if gpu.arch == "sm_90a" and dtype.itemsize == 2:
+    if _takes_hopper(gpu, dtype, options.tf32):
         tile = hopper_tile(row_counts, n, options, gpu, k, gathers=gathers)
     return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
@@ -1304,10 +1320,8 @@ def plan_reduction(
     whole = kind is GemmAllReducePlan
     movers = _COLLECTORS if whole and not one_shot else 1
     nodes, more = nodes or (ranks,), {}
-    adding: tuple[int, ...] = ()
-    if len(nodes) > 1:
-        adding = (options.split or ())[2:] or (1 if chosen.engine == "host" else _ADDERS,)
-        capacity -= adding[0] + _network_agents(nodes, chosen.cluster, *adding)
+    adding = inter_reduce(nodes, options, 1 if chosen.engine == "host" else _ADDERS)
+    capacity -= sum(adding) + network_agents(nodes, chosen.cluster, sum(adding))
     split = (*choose_split(chosen, ranks, tiles, movers, options, capacity), *adding)
     if whole:
         across, waves = math.ceil(n / chosen.tile[1]), tiles * chosen.cluster // (2 * split[1])
@@ -1340,11 +1354,9 @@ def plan_reduction(
     )
 
 
-def with_inter_reduce(
-    split: tuple[int, ...], nodes: tuple[int, ...], options: Options
-) -> tuple[int, ...]:
-    """Return a split with the agents that add what leaves their node, if there is another."""
-    return split if len(nodes) == 1 else (*split, *((options.split or ())[2:] or (1,)))
+def inter_reduce(nodes: tuple[int, ...], options: Options, default: int = 1) -> tuple[int, ...]:
+    """Return how many agents add what leaves their node, as the last part of a split, if any."""
+    return () if len(nodes) == 1 else (options.split or ())[2:] or (default,)
 
 
 def added_parts(parts: tuple[int, ...], nodes: tuple[int, ...]) -> tuple[list[int], list[int]]:

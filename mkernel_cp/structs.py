@@ -8,6 +8,7 @@ import re
 import threading
 import types
 from pathlib import Path
+from typing import Any
 
 from . import compiler
 
@@ -19,16 +20,17 @@ _MEMBER = re.compile(r"(\w+)(\**) (\w+)(?:\[(\d+)\])?;")
 _SCALARS = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "double": ctypes.c_double}
 
 
-_parsed: dict[Path, types.SimpleNamespace] = {}
+_parsed: dict[tuple[Path, str], types.SimpleNamespace] = {}
 # Ranks may be threads, and a class made twice is two classes.
 _one_at_a_time = threading.Lock()
 
 
-def _read(header: Path) -> types.SimpleNamespace:
+def _read(header: str) -> types.SimpleNamespace:
+    key = compiler.kernels_dir(), header
     with _one_at_a_time:
-        if header not in _parsed:
-            _parsed[header] = _parse(header)
-        return _parsed[header]
+        if key not in _parsed:
+            _parsed[key] = _parse(Path(compiler.include_dir(), "mkernel", header))
+        return _parsed[key]
 
 
 def _parse(header: Path) -> types.SimpleNamespace:
@@ -45,9 +47,14 @@ def _parse(header: Path) -> types.SimpleNamespace:
 
 def shared() -> types.SimpleNamespace:
     """Return the structs of types.cuh as `ctypes.Structure` classes; pointers are integers."""
-    return _read(Path(compiler.include_dir()) / "mkernel" / "types.cuh")
+    return _read("types.cuh")
 
 
 def host() -> types.SimpleNamespace:
-    """Return the structs of host_runtime.cuh likewise: Launch and Simulation."""
-    return _read(Path(compiler.include_dir()) / "mkernel" / "host_runtime.cuh")
+    """Return the structs of host_runtime.cuh likewise: Launch, Simulation and Helper."""
+    return _read("host_runtime.cuh")
+
+
+def helper(step: Any, of: int = 0) -> ctypes.Structure:
+    """Return the ``Helper`` struct of a native function and what it is called with."""
+    return host().Helper(step=ctypes.cast(step, ctypes.c_void_p).value, of=of)

@@ -59,6 +59,14 @@ class Kind(enum.IntEnum):
     COMPUTE = 4
     STORE = 5
     FINISH = 6
+    SORT = 7
+    AGREE = 8
+    NOTE = 9
+    SUM = 10
+
+
+# Kernels that compute tiles of experts, not of ranks.
+_OF_EXPERTS = "moe_dispatch_gemm", "moe_layer"
 
 
 @contextlib.contextmanager
@@ -67,7 +75,8 @@ def trace(path: str | os.PathLike[str], *, capacity: int = 2048) -> Iterator[Non
 
     The file opens in https://ui.perfetto.dev or chrome://tracing. A process of it is a rank, a
     thread an agent in its role, or a part of one; a span says what was waited for, copied, computed
-    or stored, and for how long.
+    or stored, and for how long. Operators on experts also sort their tokens, agree on who gets
+    which, note which rows are of which ranks, and sum the rows of a token.
 
     All ranks of a communicator trace the same calls: the first one of them, and the end of the
     context (or of the communicator, if that is earlier), are collective.
@@ -134,6 +143,15 @@ def current() -> "Trace | None":
     return _current.get()
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What was called, whether by the engine `hopper`, and whether its tiles are of experts."""
+
+    what: str = "launch"
+    hopper: bool = False
+    of_experts: bool = False
+
+
 @dataclass
 class _RankTrace:
     """What one rank has recorded.
@@ -142,8 +160,8 @@ class _RankTrace:
     ----------
     rank : int
     device : str
-    calls : dict of int to tuple
-        Per generation, what was called, and whether by the engine `hopper`.
+    calls : dict of int to _Call
+        Per generation.
     tracks : list of (int, int, array)
         Agent, part, and spans in the order of their beginnings.
     lost : list of (int, int, int)
@@ -154,7 +172,7 @@ class _RankTrace:
 
     rank: int
     device: str
-    calls: dict[int, tuple[str, bool]] = dataclasses.field(default_factory=dict)
+    calls: dict[int, _Call] = dataclasses.field(default_factory=dict)
     tracks: list[tuple[int, int, np.ndarray]] = dataclasses.field(default_factory=list)
     lost: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     clocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -216,9 +234,9 @@ class _Recorder:
         self._books.append(_Book(comm.machine, agents, parts, self._capacity))
         comm.record_in(self._books[-1].address)
 
-    def note(self, generation: int, what: str, hopper: bool) -> None:
+    def note(self, generation: int, call: _Call) -> None:
         """Say what is called in a generation."""
-        self._trace.calls[generation] = what, hopper
+        self._trace.calls[generation] = call
 
     def read(self, comm: Any) -> _RankTrace:
         """Return all that was recorded, and let go of the memory."""
@@ -281,7 +299,8 @@ class Trace:
                 "when it is traced: pass Options(split=...) with fewer"
             )
         recorder.expect(comm, request.agents, traced.parts)
-        recorder.note(comm.generation + 1, what, "MK_ENGINE_HOPPER" in dict(source.defines))
+        hopper = "MK_ENGINE_HOPPER" in dict(source.defines)
+        recorder.note(comm.generation + 1, _Call(what, hopper, source.name in _OF_EXPERTS))
         comm.machine.begin()  # behind what the agreement has queued
         return traced
 
@@ -436,11 +455,11 @@ class _Process:
                 first, last = launches.get(generation, (begin, end))
                 launches[generation] = min(first, begin), max(last, end)
                 role = Role(span["role"])
-                hopper = self._call(generation)[1] and role is Role.COMPUTE
+                hopper = self._call(generation).hopper and role is Role.COMPUTE
                 name = _HOPPER_PARTS[part] if hopper else f"warp {part}" if part else ""
                 event = self._event(span, begin, end)
                 threads.setdefault((agent, int(role), name), []).append(event)
-        lanes = {generation: self._call(generation)[0] for generation in launches}
+        lanes = {generation: self._call(generation).what for generation in launches}
         events = [_metadata("thread_name", self._pid, name="launches")]
         events += [
             self._complete(lanes[generation], begin, end, {"generation": generation}, _LAUNCHES)
@@ -454,8 +473,8 @@ class _Process:
             events += [{**event, "tid": tid} for event in threads[agent, role, name]]
         return events
 
-    def _call(self, generation: int) -> tuple[str, bool]:
-        return self._one.calls.get(generation, ("launch", False))
+    def _call(self, generation: int) -> _Call:
+        return self._one.calls.get(generation, _Call())
 
     def _event(self, span: Any, begin: int, end: int) -> dict[str, Any]:
         kind, generation = Kind(span["kind"]), int(span["generation"])
@@ -474,10 +493,17 @@ class _Process:
         elif kind is Kind.COPY:
             args |= {"source": peer, "bytes": first, "chunk": second}
             name += f": chunk {second} of rank {peer}"
-        elif kind in (Kind.COMPUTE, Kind.STORE):
+        elif kind is Kind.NOTE:
+            rows, peer = divmod(first, 1 << 32), "all" if peer >> 63 else peer
+            args |= {"source": peer, "rows": rows}
+            name += ": rows {}:{} of ".format(*rows)
+            name += "all ranks" if peer == "all" else f"rank {peer}"
+        elif kind in (Kind.COMPUTE, Kind.STORE, Kind.SORT, Kind.SUM):
             rows, columns = (divmod(value, 1 << 32) for value in (first, second))
-            args |= {"source": peer, "rows": rows, "columns": columns}
-            name += ": rows {}:{} of rank {}, columns {}:{}".format(*rows, peer, *columns)
+            computed = kind in (Kind.COMPUTE, Kind.STORE)
+            owner = "expert" if computed and self._call(generation).of_experts else "rank"
+            args |= {"source" if owner == "rank" else owner: peer, "rows": rows, "columns": columns}
+            name += ": rows {}:{} of {} {}, columns {}:{}".format(*rows, owner, peer, *columns)
         if span["failed"]:
             args["failed"] = True
         if span["end_ns"] == 0:

@@ -27,8 +27,10 @@ class Entry:
     ----------
     operator, card, dtype : str
     ranks : int
-    m, k, n : int
-        Rows of all ranks, K, and columns of each rank; for sums over ranks K of each rank.
+    shape : tuple of int
+        M, K and N: rows of all ranks, K, and columns of each rank; for sums over ranks K of each
+        rank. Of the operators on experts tokens, H, I, E and k, of all ranks; of `moe_combine`
+        tokens, N, E and k.
     tile : tuple of int or None
     movers : int or None
     chunk_bytes : int or None
@@ -41,9 +43,7 @@ class Entry:
     card: str
     dtype: str
     ranks: int
-    m: int
-    k: int
-    n: int
+    shape: tuple[int, ...]
     tile: tuple[int, int, int] | None
     movers: int | None
     chunk_bytes: int | None
@@ -55,6 +55,15 @@ class Entry:
         """The choices, for a call."""
         split = None if self.movers is None else (self.movers, None)
         return Options(split, self.tile, self.chunk_bytes)
+
+
+# Which extents of a shape all ranks know, where those are not all.
+_SHARED = {
+    "allgather_gemm": (0, 1),
+    "gemm_reduce_scatter": (0, 2),
+    "gemm_allreduce": (0, 2),
+    "moe_combine": (0, 1, 3),
+}
 
 
 class Table:
@@ -76,20 +85,17 @@ class Table:
         self._by_shared: dict[Any, Entry] = {}
         for entry in entries:
             what = entry.operator, entry.dtype
-            self._by_shape[what, _class(entry.m, entry.k, entry.n)] = entry
-            shared = entry.k if entry.operator == "allgather_gemm" else entry.n
-            self._by_shared[what, _class(entry.m, shared)] = entry
+            self._by_shape[what, _class(entry.shape)] = entry
+            self._by_shared[what, _class(_shared(entry.operator, entry.shape))] = entry
 
-    def fill(self, options: Options, operator: str, dtype: str, m: int, k: int, n: int) -> Options:
+    def fill(self, options: Options, operator: str, dtype: str, shape: tuple[int, ...]) -> Options:
         """Return options with the measured choices, unless they choose something themselves."""
         if options.split or options.tile or options.sm_budget or options.tf32:
             return options
         what = operator, dtype
+        own = agreed = self._by_shared.get((what, _class(_shared(operator, shape))))
         if operator == "allgather_gemm":  # whose tiles and movers are a rank's own affair
-            own, shared = self._by_shape.get((what, _class(m, k, n))), _class(m, k)
-            agreed = self._by_shared.get((what, shared))
-        else:
-            own = agreed = self._by_shared.get((what, _class(m, n)))
+            own = self._by_shape.get((what, _class(shape)))
         if own is not None:
             options = replace(options, split=own.options.split, tile=own.tile)
         if agreed is not None and options.chunk_bytes is None:
@@ -97,7 +103,11 @@ class Table:
         return options
 
 
-def _class(*extents: int) -> tuple[int, ...]:
+def _shared(operator: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(shape[i] for i in _SHARED.get(operator, range(len(shape))))
+
+
+def _class(extents: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(round(2 * math.log2(max(1, extent))) for extent in extents)
 
 
@@ -112,6 +122,9 @@ def load(card: str, ranks: int) -> list[Entry]:
     return [entry for entry in found if (entry.card, entry.ranks) == (card, ranks)]
 
 
+_TUPLES = "shape", "tile"  # of which JSON makes lists
+
+
 def read(path: Path) -> list[Entry]:
     """Return the entries of a table; none if there is no such file.
 
@@ -123,7 +136,8 @@ def read(path: Path) -> list[Entry]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         return [
-            Entry(**{**entry, "tile": entry["tile"] and tuple(entry["tile"])}) for entry in entries
+            Entry(**{**entry, **{name: entry[name] and tuple(entry[name]) for name in _TUPLES}})
+            for entry in entries
         ]
     except FileNotFoundError:
         return []
@@ -138,7 +152,7 @@ def keep(path: Path, new: Iterable[Entry]) -> None:
     """Add entries to a table, in place of those for the same shapes."""
 
     def case(entry: Entry) -> tuple[Any, ...]:
-        return tuple(asdict(entry).values())[:7]
+        return tuple(asdict(entry).values())[:5]
 
     entries = {case(entry): entry for entry in (*read(path), *new)}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -58,13 +58,13 @@ def _kernel(machine, source):
     return HostKernel(source.source, source.name, defines, source.options)
 
 
-def _tensor_map(machine, address, dtype, extents, pitches, box):
+def _tensor_map(machine, address, dtype, extents, pitches, box, tf32=False):
     """Say in 16 words what the driver's encoding of a map says, of four dimensions."""
     assert address % 16 == 0
     assert all(pitch > 0 and pitch % 16 == 0 for pitch in pitches)
     more = 4 - len(extents)
     words = address, dtype.itemsize, *extents, *[1] * more, *pitches, *[0] * more, *box, *[1] * more
-    return (*words, *[0] * (16 - len(words)))
+    return (*words, tf32, *[0] * (15 - len(words)))
 
 
 @pytest.fixture

@@ -57,6 +57,8 @@ COMBINED_IN_TURNS = tuple(
         "test_every_interleaving_gives_the_right_result",
     )
 )
+LAYOUTS = ("test_moe_combine.py::test_a_layout_of_another_dispatch_on_one_rank_is_told_on_all",)
+TRACES = ("test_trace.py::test_sums_of_each_rank_for_each_are_spans",)
 LAYER = tuple(
     f"test_moe_layer.py::{name}"
     for name in (
@@ -69,16 +71,17 @@ NODE_RACES, EXPERT_RACES = (
     (f"{SANITIZED[0]}::test_ranks_as_threads_do_not_race[{program}_threads.py]",)
     for program in ("node", "expert")
 )
-NODES = ("test_nodes.py::test_back_to_back_calls_with_late_ranks_and_roles",)
-STAGED = ("test_staging.py::test_calls_and_replays_with_late_ranks_and_roles",)
-NODE_WINDOW = ("test_node_window.py::test_back_to_back_calls_with_late_ranks_and_roles",)
-NODE_EXPERTS = ("test_node_experts.py::test_dispatch_back_to_back_with_late_ranks_and_roles",)
-NODE_COMBINE = ("test_node_experts.py::test_combine_back_to_back_with_late_ranks_and_roles",)
+NODES = ("test_interleavings.py::test_every_interleaving_between_nodes_gives_the_right_result",)
+NODE_WINDOW, NODE_EXPERTS = (
+    (f"{file}::test_every_interleaving_gives_the_right_result",)
+    for file in ("test_node_window.py", "test_node_experts.py")
+)
 NODE_EXPERT_ORDER = (
     "test_node_experts.py::test_sums_are_in_the_order_of_ranks_in_a_node_and_then_of_nodes",
 )
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
+EMULATED_COURIER = ("test_emulated_gemm.py::test_long_chunks_pass_through_few_slots",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
 EMULATED_DISPATCH = ("test_emulated_experts.py::test_dispatch_equals_reference",)
 EMULATED_GATHER = ("test_emulated_experts.py::test_rows_are_gathered",)
@@ -93,6 +96,10 @@ COPIED = (
 RAISED = (
     "        if (parcel.last) "
     "launch_.template raise<Scope::device>(&network_.arrived[parcel.chunk], 1, copied);\n"
+)
+CREDITED = (
+    "        post(link.rank, arrival(link.number_there) + slots, 0, sizeof(Parcel), sizeof(u64), "
+    "copied);"
 )
 
 
@@ -528,9 +535,22 @@ MUTANTS = {
     ),
     "combination: weights before the peer's call": Mutant(
         "moe_combine.cu",
-        "if (!launch.await_call(peer, plan.digest) || !shown.await(peer, Crossing::heads)) break;",
+        "if (!launch.await_call(peer, message.digest) || !shown.await(peer, Crossing::heads)) "
+        "break;",
         "if (!launch.live() || peer > launch.size()) break;",
         COMBINED_IN_TURNS,
+    ),
+    "combination: spans of all sums": Mutant(
+        H + "combine.cuh",
+        "Traced::sum, Tile{peer, tokens,",
+        "Traced::note, Tile{peer, tokens,",
+        TRACES,
+    ),
+    "combination: layouts of different dispatches": Mutant(
+        "moe_combine.cu", "message.digest += *p.origins.dispatch;", "", LAYOUTS
+    ),
+    "experts: a layout that does not tell its call": Mutant(
+        "moe_dispatch_gemm.cu", "*p.origins.dispatch = launch.generation();", "{}", LAYOUTS
     ),
     "combination: order of ranks": Mutant(
         H + "combine.cuh",
@@ -688,16 +708,34 @@ MUTANTS = {
         NETWORK,
     ),
     "staging: a slot before it was sent": Mutant(
-        H + "staging.cuh", "if (!proxy_.flush(leads() ? *read_by : 0)) return false;", "", STAGED
+        H + "staging.cuh", "if (!proxy_.flush(leads() ? *read_by : 0)) return false;", "", NODES
     ),
     "staging: a slot that is not free yet": Mutant(
-        H + "staging.cuh", "await_credits(number, sent - slots + 1)", "true", STAGED
+        H + "staging.cuh", "await_credits(number, sent - slots + 1)", "true", NODES
     ),
     "staging: the signal before the copy": Mutant(
         H + "staging.cuh",
         COPIED + RAISED,
         RAISED.replace("copied", "Completed()") + COPIED,
-        STAGED,
+        NODES,
+    ),
+    "staging: a credit before the copy": Mutant(
+        H + "staging.cuh",
+        COPIED + RAISED + CREDITED,
+        CREDITED.replace("copied", "Completed()") + COPIED + RAISED,
+        NODES,
+    ),
+    "staging: those that stage are to sort": Mutant(
+        H + "experts.cuh",
+        "launch_.wait_all(launch_.workers(), progress,",
+        "launch_.wait_all(launch_.agent().count(), progress,",
+        NODE_EXPERTS,
+    ),
+    "staging: those that stage are to add up": Mutant(
+        H + "combine.cuh",
+        "tokens; chunk += i64(launch_.workers())) {",
+        "tokens; chunk += launch_.agent().count()) {",
+        ("test_staging.py::test_cards_write_tokens_and_sums_as_the_plan_says",),
     ),
     "nodes: rows before the call": Mutant(
         H + "internode.cuh",
@@ -859,20 +897,20 @@ MUTANTS = {
         NODE_EXPERTS,
     ),
     "node experts: weights that have not come": Mutant(
-        "moe_combine.cu", "|| !shown.await(peer, Crossing::heads)) break;", ") break;", NODE_COMBINE
+        "moe_combine.cu", "|| !shown.await(peer, Crossing::heads)) break;", ") break;", NODE_EXPERTS
     ),
     "node experts: sums that peers have not formed": Mutant(
         H + "combine.cuh",
         "[&](u64 i) { return &summed_at(launch_.rank(), source, launch_.neighbour(1 + i))[chunk]; "
         "},",
         "[&](u64) { return plan_.computed; },",
-        NODE_COMBINE,
+        NODE_EXPERTS,
     ),
     "node experts: sums that other nodes have not sent": Mutant(
         H + "combine.cuh",
         "if (several_nodes) fine = fine && await_other_nodes(chunk);",
         "",
-        NODE_COMBINE,
+        NODE_EXPERTS,
     ),
     "node experts: order of nodes": Mutant(
         H + "combine.cuh",
@@ -981,24 +1019,26 @@ for name, (file, old, new) in {
         "",
     ),
     "portable: strip overwritten": ("portable.cuh", "warp.sync();  // the strip is stored", ""),
-    "courier: stored before it is loaded": (
-        "../courier.cuh",
-        "ptx::wait(&slot.loaded, slot.parity);",
-        "",
-    ),
-    "courier: signal before the bytes": ("../courier.cuh", "ptx::wait_stores<0>();", ""),
     "courier: lines that lie apart stored as one": (
         "../courier.cuh",
         "dense = to.pitch == bytes;",
         "dense = true;",
     ),
+}.items():
+    MUTANTS[name] = Mutant(H + "engine/" + file, old, new, EMULATED_GEMM)
+
+for name, (old, new) in {
+    "courier: stored before it is loaded": (
+        "ptx::wait(&slot.loaded, slot.parity);",
+        "",
+    ),
+    "courier: signal before the bytes": ("ptx::wait_stores<0>();", ""),
     "courier: slot loaded while it is stored": (
-        "../courier.cuh",
         "ptx::wait_stores_read<1>();  // the store",
         "// the store",
     ),
 }.items():
-    MUTANTS[name] = Mutant(H + "engine/" + file, old, new, EMULATED_GEMM)
+    MUTANTS[name] = Mutant(H + "courier.cuh", old, new, EMULATED_COURIER)
 
 HOPPER_ATTENTION = tuple(
     f"{EMULATED_ATTENTION[0]}::{name}"

@@ -7,6 +7,7 @@ from shapes import DTYPES, Case, cases, operands
 import mkernel_cp as mk
 from mkernel_cp.operators import operands as operators
 from mkernel_cp.operators.operands import Operand
+from mkernel_cp.operators.operator import Preparation
 
 CASES = [
     case for size in worlds.SIZES for case in cases(count=12, seed=size, world=size, largest=150)
@@ -246,7 +247,8 @@ def test_operands_in_a_segment_are_read_in_place():
             worlds.poison(comm)
             out = worlds.get(comm, step(a, other))
             np.testing.assert_allclose(out, np.vstack(blocks) @ b, atol=1e-12)
-            in_place = step._operand(Operand("a", a, comm.machine))[2].array is a
+            before = Preparation(comm.machine)
+            in_place = step._operand(Operand("a", a, comm.machine), before)[2].array is a
             assert in_place == (a.strides[1] == 8 or a.strides[0] == 8)
 
     worlds.run(3, program)

@@ -172,18 +172,38 @@ def test_sums_are_measured_beside_their_like(tmp_path, operator, dtype):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("operator", ["moe_dispatch_gemm", "moe_layer"])
-def test_tokens_are_measured_beside_their_like(tmp_path, operator):
+@pytest.mark.parametrize(
+    ("operator", "shape"),
+    [
+        ("moe_dispatch_gemm", {"tokens": 50, "H": 24, "I": 9, "E": 7, "k": 3}),
+        ("moe_combine", {"tokens": 50, "N": 24, "E": 7, "k": 3}),
+        ("moe_layer", {"tokens": 50, "H": 24, "I": 9, "E": 7, "k": 3}),
+    ],
+)
+def test_tokens_are_measured_beside_their_like(tmp_path, operator, shape):
     path = tmp_path / "records.json"
-    shape = "--shape=50,24,9,7,3"
-    options = shape, "--dtype=float32", "--routing=zipf", "--repeat=1", f"--json={path}"
+    extents = shape.values()
+    options = (
+        f"--shape={','.join(map(str, extents))}",
+        "--dtype=float32",
+        "--routing=zipf",
+        "--repeat=1",
+        f"--json={path}",
+    )
     done = bench(*options, ranks=3, operator=operator.replace("_", "-"))
     assert done.returncode == 0, done.stderr
     (record,) = records.read(path)
-    assert record["shape"] == {"tokens": 50, "H": 24, "I": 9, "E": 7, "k": 3}
+    assert record["shape"] == shape
     assert record["routing"] == "zipf"
     assert isinstance(record["unfused_ms"], float)
-    assert f"{operator} 50 x 24 x 9 x 7 x 3 float32 zipf" in done.stdout
+    assert f"{operator} {' x '.join(map(str, extents))} float32 zipf" in done.stdout
+
+
+@pytest.mark.mpi
+def test_tokens_are_measured_within_one_node():
+    done = bench("--quick", operator="moe-combine", env={"MKERNEL_NODES": "2"})
+    assert done.returncode == 1
+    assert "the bench of moe_combine works within one node only so far" in done.stderr
 
 
 def test_a_route_says_who_sends_what():
@@ -191,14 +211,14 @@ def test_a_route_says_who_sends_what():
     ids = np.array([[0, 2], [3, 2], [1, 0], [2, 3]])
     route = moe.Route(ids, (3, 1), 4, 1)
     assert route.offsets.tolist() == [0, 3, 5]
-    assert route.row_tokens.tolist() == [0, 1, 3, 1, 3]
+    assert route.row_slots.tolist() == [1, 3, 6, 2, 7]
     assert (route.capacity, route.landing) == (5, [0, 2])
     assert route.returning == [2, 0]
     assert (route.sent_counts, route.received_counts) == ([0, 2], [3, 2])
     assert route.sent.tolist() == [0, 0]
     # Tokens 0 and 1 for the first expert, 1 for the second, then those of this rank.
     arrived = np.array([0, 1, 1, 3, 3])
-    assert arrived[route.order].tolist() == route.row_tokens.tolist()
+    assert arrived[route.order].tolist() == [0, 1, 3, 1, 3]
     chosen = moe.choose(1000, 8, 2, "zipf")
     assert (chosen[:, 0] != chosen[:, 1]).all()
     counts = np.bincount(chosen.ravel(), minlength=8)

@@ -194,6 +194,11 @@ def test_run_of_experts_as_numpy(experts, tmp_path):
     assert done.returncode == 0, done.stderr
     rows, _ = reference.moe_dispatch_gemm([x], [ids], w1, 0, 5)
     rows.assert_close(np.load(tmp_path / "rows.npy"))
+    names = [tmp_path / "rows.npy", *(folder / f"{name}.npy" for name in ("ids", "weights"))]
+    done = run_files(2, "moe-combine", names, tmp_path / "y.npy")
+    assert done.returncode == 0, done.stderr
+    sums = reference.moe_combine([np.load(tmp_path / "rows.npy")], [ids], weights, 0, 5)
+    sums.assert_close(np.load(tmp_path / "y.npy"))
     names = [folder / f"{name}.npy" for name in ("x", "ids", "weights", "w1", "w2")]
     done = run_files(2, "moe-layer", names, tmp_path / "y.npy", "--activation", "gelu")
     assert done.returncode == 0, done.stderr
@@ -202,15 +207,17 @@ def test_run_of_experts_as_numpy(experts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("words", "text"),
     [
-        ("x wrong w1", "wrong.npy has 5 at ("),
-        ("x ids w2", "w2.npy has shape (5, 6, 4): with the other files it needs (5, 8, 4)"),
+        ("dispatch-gemm x wrong w1", "wrong.npy has 5 at ("),
+        ("dispatch-gemm x ids w2", "w2.npy has shape (5, 6, 4): with the other files it needs (5,"),
+        ("combine x ids weights", "x.npy has shape (19, 8): with the other files it needs ("),
     ],
 )
-def test_run_of_experts_refuses(experts, tmp_path, names, words):
-    paths = [experts[0] / f"{name}.npy" for name in names.split()]
-    assert words in refusal(2, "moe-dispatch-gemm", *paths, "-o", tmp_path / "y.npy")
+def test_run_of_experts_refuses(experts, tmp_path, words, text):
+    operator, *names = words.split()
+    paths = [experts[0] / f"{name}.npy" for name in names]
+    assert text in refusal(2, f"moe-{operator}", *paths, "-o", tmp_path / "y.npy")
     assert os.listdir(tmp_path) == []
 
 
@@ -502,16 +509,15 @@ def test_compile_has_the_kernels_of_attention_that_plans_take(arch, kib):
         assert chosen.engine == (engine if arch == "sm_90a" else "portable")
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4"])
+@pytest.mark.parametrize(("dtype", "tf32"), [("f2", False), ("f4", False), ("f4", True)])
 @pytest.mark.parametrize("columns", [64, 1000, 8192])
-def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, columns):
+def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, tf32, columns):
     dtype, gpu = np.dtype(dtype), plan.Gpu("sm_90a", 132, 227 << 10)
     shape = (999,) * 4, columns, 777
-    tile = plan.choose_tile(*shape, dtype, plan.Options(), gpu, gathers=True)
-    types = plan.type_defines(dtype, dtype)
-    assert plan.kernel_defines(types, tile, dtype) in compile.kernels_for(
-        "allgather_gemm", gpu.arch
-    )
+    tile = plan.choose_tile(*shape, dtype, plan.Options(tf32=tf32), gpu, gathers=True)
+    types = plan.type_defines(dtype, dtype, tf32=tf32)
+    taken = plan.kernel_defines(types, tile, dtype, b_by_columns=tf32)
+    assert taken in compile.kernels_for("allgather_gemm", gpu.arch)
 
 
 # --- how a job ends -------------------------------------------------------------------------------

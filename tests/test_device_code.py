@@ -120,6 +120,7 @@ def hopper(types, cluster):
 
 
 HALVES = [pair for pair in TYPES if "16" in pair[0]]
+TF32 = ("tfloat32", "float")
 
 
 @pytest.mark.parametrize(
@@ -128,12 +129,15 @@ HALVES = [pair for pair in TYPES if "16" in pair[0]]
         *itertools.product(KERNELS[:1], HALVES, [1, 2]),
         *itertools.product(KERNELS[1:], HALVES[:1], [1]),
         *itertools.product(KERNELS[1:], HALVES[3:], [2]),
+        *itertools.product(KERNELS[:2], [TF32], [1]),
     ],
 )
 def test_compiles_with_the_hopper_engine(name, types, cluster):
     """Neither serialised multiplies nor a dropped setmaxnreg, which ptxas only mentions."""
-    on_their_way = {} if name == "allgather_gemm" else {"MK_TRANSFER_TYPE": types[1]}
-    cubin, log = compile_kernel(name, "sm_90a", hopper(types, cluster) | on_their_way)
+    macros = hopper(types, cluster) | {"MK_B_BY_COLUMNS": int(types == TF32)}
+    if name != "allgather_gemm":
+        macros["MK_TRANSFER_TYPE"] = types[1]
+    cubin, log = compile_kernel(name, "sm_90a", macros)
     limit = 64 if name == "allgather_gemm" else None  # a verdict or two, between tiles
     found = complaint(cubin, log, name, limit=limit)
     assert found is None, found

@@ -7,11 +7,13 @@ import emulated
 import numpy as np
 import pytest
 import test_ring_attention as shared
+import test_staging
 import worlds
 from emulated import ENGINES
 from test_ring_attention import AttentionCase, counts_in
 
 import mkernel_cp as mk
+from mkernel_cp.host_kernel import HostKernel
 
 on = emulated.on
 SPLIT = mk.Options((1, 2))
@@ -130,6 +132,14 @@ def test_units_are_left_when_they_have_been_read(on, seed):
 
     on("hopper", seed=1 + seed)
     worlds.run(2, program)
+
+
+def test_between_nodes_through_host_memory(on, monkeypatch):
+    """As on GPUs that network cards do not reach."""
+    monkeypatch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: 8)
+    worlds.stage(monkeypatch, 4096)
+    on("hopper", progress_timeout=0)
+    test_staging.test_attention_over_keys_of_other_nodes(2, (1, 1), "verbs")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -9,11 +9,13 @@ import pytest
 import test_moe_combine as combine
 import test_moe_dispatch_gemm as dispatch
 import test_moe_layer as layer
+import test_staging
 import worlds
 from routing import ExpertCase, ids_of, tokens_of, weights_of
 
 import mkernel_cp as mk
 from mkernel_cp import plan as plans
+from mkernel_cp.host_kernel import HostKernel
 
 on = emulated.on
 
@@ -105,6 +107,14 @@ def test_rows_are_gathered(on, case, order):
 def test_layer_equals_reference(on, engine):
     on(engine, progress_timeout=0)
     layer.test_equals_reference(case("tails", (50, 33), 104, 72, 5, 3, "zipf", "swiglu", 80))
+
+
+def test_between_nodes_through_host_memory(on, monkeypatch):
+    """As on GPUs that network cards do not reach."""
+    monkeypatch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: 8)
+    worlds.stage(monkeypatch, 4096)
+    on("hopper", progress_timeout=0)
+    test_staging.test_layers_of_experts_on_other_nodes(2, (1, 1), "verbs")
 
 
 def test_few_tokens_are_sorted_at_a_time(monkeypatch):

@@ -7,6 +7,7 @@ import emulated
 import numpy as np
 import pytest
 import test_allgather_gemm as gather
+import test_courier as courier
 import test_reductions as sums
 import worlds
 from emulated import ENGINES
@@ -15,8 +16,6 @@ from shapes import Case, ReductionCase
 import mkernel_cp as mk
 from mkernel_cp import plan as plans
 from mkernel_cp.host_kernel import HostKernel
-from mkernel_cp.targets.host import HostTarget
-from mkernel_cp.transport import staging
 
 on = emulated.on
 # Of the tiles of hopper: a small one, quick here, and one of two blocks that load for each other.
@@ -77,6 +76,11 @@ def test_rows_of_all_ranks(on, engine, case):
     gather.test_equals_reference(case)
 
 
+def test_long_chunks_pass_through_few_slots(on, tmp_path):
+    on("hopper")
+    courier.test_no_signal_comes_before_its_bytes(2, "copy engine, several pieces", tmp_path)
+
+
 @pytest.mark.parametrize("movers", [0, 2])
 def test_pairs_of_blocks(on, movers):
     case = gathered("tiles", (300, 140), 150, (270, 70), "bfloat16")
@@ -106,9 +110,15 @@ def test_halved_tiles(on, order):
 
 
 @pytest.mark.parametrize("orders", ["CF", "FC"])
-def test_operands_may_be_rounded_to_tf32(on, orders):
-    on("portable")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_operands_may_be_rounded_to_tf32(on, engine, orders):
+    on(engine)
     gather.test_operands_may_be_rounded_to_tf32(*orders)
+
+
+def test_terms_may_be_rounded_to_tf32(on):
+    on("hopper")
+    sums.test_operands_may_be_rounded_to_tf32("gemm_reduce_scatter")
 
 
 SUMMED = [
@@ -192,9 +202,7 @@ def test_what_does_not_arrive_leaves_nan(form, engine):
 def test_between_nodes_through_host_memory(on, engine, operator, monkeypatch):
     """As on GPUs that network cards do not reach."""
     monkeypatch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: 11)
-    monkeypatch.setattr(HostTarget, "reached_by_cards", False)
-    monkeypatch.setattr(plans, "SLOT_BYTES", 4096)
-    monkeypatch.setattr(staging, "SLOTS", 2)
+    worlds.stage(monkeypatch, 4096)
     rows = gathered("rows", (70, 33), 72, (45, 9))
     half = "bfloat16"
     terms = ReductionCase("sums", (31, 31), 140, (30, 9), half, half, transfer_dtype=half)

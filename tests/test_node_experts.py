@@ -1,11 +1,16 @@
 """The operators on experts between virtual nodes."""
 
+import contextlib
 import dataclasses
 import time
 
 import numpy as np
 import pytest
 import routing
+import simulations
+import test_moe_combine
+import test_moe_dispatch_gemm
+import test_moe_layer
 import worlds
 from routing import (
     ExpertCase,
@@ -49,6 +54,25 @@ def test_dispatch_equals_reference(nodes, transport, case):
             assert_right(comm, case, seed, rows, layout)
 
     worlds.run(case.world, program, nodes=nodes, transport=transport)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("operator", "asked"),
+    [
+        (test_moe_dispatch_gemm, ("uniform", 1, (1, 2))),
+        (test_moe_combine, (1, (1, 2))),
+        (test_moe_layer, ("swiglu", 1, (1, 2))),
+    ],
+    ids=["dispatch", "combine", "layer"],
+)
+def test_every_interleaving_gives_the_right_result(operator, asked, transport, staged, monkeypatch):
+    if staged:
+        worlds.stage(monkeypatch, 64, slots=1)
+    turns = operator.Simulated(*asked, nodes=(2, 1), transport=transport)
+    with contextlib.closing(turns):
+        simulations.assert_right(turns, 20, operator.LAUNCHES)
 
 
 def turns_of(size, count, **more):

@@ -1,12 +1,23 @@
 """`ring_attention` between virtual nodes."""
 
+import contextlib
 import time
 
 import numpy as np
 import pytest
+import simulations
 import worlds
 from test_nodes import TRANSPORTS, TYPES, all_are, letters, maps_its_node_only, outcomes
-from test_ring_attention import AttentionCase, assert_right, blocks_of, call, cases, expected
+from test_ring_attention import (
+    LAUNCHES,
+    AttentionCase,
+    Simulated,
+    assert_right,
+    blocks_of,
+    call,
+    cases,
+    expected,
+)
 
 import mkernel_cp as mk
 from mkernel_cp.attention_plan import Attention, zigzag_counts
@@ -34,6 +45,19 @@ def test_equals_reference(nodes, transport, case):
             assert_right(comm, case, seed, call(comm, case, seed))
 
     worlds.run(case.world, program, nodes=nodes, transport=transport)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    ("window", "transport", "causal"), [(1, "verbs", False), (2, "efa", False), (1, "efa", True)]
+)
+def test_every_interleaving_gives_the_right_result(window, transport, causal, staged, monkeypatch):
+    if staged:
+        worlds.stage(monkeypatch, 64, slots=1)
+    options = {"nodes": (2, 1), "transport": transport}
+    turns = Simulated("zigzag", causal, window, 1, (1, 2), **options)
+    with contextlib.closing(turns):
+        simulations.assert_right(turns, 40, LAUNCHES)
 
 
 def windows(counts, nodes, **asked):

@@ -3,23 +3,29 @@
 import numpy as np
 import pytest
 import worlds
+from routing import ExpertCase, expected_layer, expected_sum, ids_of
+from test_moe_combine import dispatched, own_rows
+from test_moe_dispatch_gemm import assert_right as assert_rows
+from test_moe_dispatch_gemm import call as dispatch
+from test_moe_dispatch_gemm import most_rows
+from test_moe_layer import call as call_layer
+from test_moe_layer import own_operands
 from test_nodes import OPERATORS, SUMS, TRANSPORTS, Turns, all_are, letters, outcomes
 from test_reductions import CLASSES, call
+from test_ring_attention import AttentionCase
+from test_ring_attention import assert_right as assert_attention
+from test_ring_attention import call as attend
 
 import mkernel_cp as mk
 from mkernel_cp import plan
-from mkernel_cp.targets.host import HostTarget
-from mkernel_cp.transport import staging
 
+WORLDS = [(2, (1, 1), "efa"), (3, (2, 1), "verbs"), (4, (1, 2, 1), "efa")]
 A, B = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
 
 
 @pytest.fixture(autouse=True)
 def staged(monkeypatch):
-    """Few slots, and small ones: they are used again and again in every call."""
-    monkeypatch.setattr(HostTarget, "reached_by_cards", False)
-    monkeypatch.setattr(staging, "SLOTS", 2)
-    monkeypatch.setattr(plan, "SLOT_BYTES", 512)
+    worlds.stage(monkeypatch, 512)
 
 
 @pytest.mark.operator
@@ -69,6 +75,49 @@ def test_calls_and_replays_with_late_ranks_and_roles(size, nodes, operator, tran
     worlds.run(size, program, nodes=nodes, transport=transport)
 
 
+@pytest.mark.operator
+@pytest.mark.parametrize(("size", "nodes", "transport"), WORLDS, ids=str)
+def test_attention_over_keys_of_other_nodes(size, nodes, transport):
+    case = AttentionCase("staged", (41, 30, 0, 19)[:size], (4, 2), 40, "bfloat16", causal=True)
+
+    def program(comm):
+        for seed in (1, 2):
+            assert_attention(comm, case, seed, attend(comm, case, seed))
+
+    worlds.run(size, program, nodes=nodes, transport=transport)
+
+
+@pytest.mark.operator
+@pytest.mark.parametrize(("size", "nodes", "transport"), WORLDS, ids=str)
+def test_experts_on_other_nodes(size, nodes, transport):
+    case = ExpertCase("staged", (23, 30, 0, 9)[:size], 40, 24, 5, 3, "bfloat16", "zipf")
+
+    def program(comm):
+        for seed in (1, 2):
+            assert_rows(comm, case, seed, *dispatch(comm, case, seed, capacity=most_rows(case)))
+            layout, (rows, weights) = dispatched(comm, case, seed), own_rows(comm, case, seed)
+            worlds.poison(comm)
+            out = worlds.get(comm, mk.moe_combine(rows, weights, layout, comm=comm))
+            expected_sum(case, seed, comm.rank, nodes=nodes).assert_close(out)
+
+    worlds.run(size, program, nodes=nodes, transport=transport)
+
+
+@pytest.mark.operator
+@pytest.mark.parametrize(("size", "nodes", "transport"), WORLDS, ids=str)
+def test_layers_of_experts_on_other_nodes(size, nodes, transport):
+    case = ExpertCase(
+        *("staged", (23, 30, 0, 9)[:size], 40, 24, 5, 3, "bfloat16", "zipf", None, "swiglu", 16)
+    )
+
+    def program(comm):
+        for seed in (1, 2):
+            out = call_layer(comm, case, seed)
+            expected_layer(case, seed, comm.rank, nodes=nodes).assert_close(out)
+
+    worlds.run(size, program, nodes=nodes, transport=transport)
+
+
 @pytest.mark.software
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("chunk_bytes", [64, 256, 2048])
@@ -104,6 +153,59 @@ def test_cards_write_sums_as_the_plan_says(operator):
                 assert comm.network.counters()[0] - before == step.plan.bytes_to_network
 
     worlds.run(4, program, nodes=(1, 2, 1))
+
+
+@pytest.mark.software
+@pytest.mark.parametrize("window", [1, 2, None])
+def test_cards_write_keys_and_values_as_the_plan_says(window):
+    counts = (9, 0, 31, 14)
+
+    def program(comm):
+        q, k = (np.ones((2, counts[comm.rank], heads, 10), np.float32) for heads in (6, 3))
+        room = window and window * sum(counts) * 2 * 10 * 4
+        asked = {"seq_counts": counts, "causal": window == 2, "max_workspace": room}
+        options = mk.Options(chunk_bytes=640)
+        with mk.RingAttention(q, k, k, comm=comm, options=options, **asked) as step:
+            before = comm.network.counters()[0]
+            assert np.allclose(step(q, k, k), 1)
+            assert comm.network.counters()[0] - before == step.plan.bytes_to_network
+            assert "through slots of host memory" in step.plan.explain()
+
+    worlds.run(4, program, nodes=(1, 2, 1), transport=TRANSPORTS[window == 2])
+
+
+@pytest.mark.software
+@pytest.mark.parametrize("kind", ["uniform", "one rank"])
+def test_cards_write_tokens_and_sums_as_the_plan_says(kind):
+    case = ExpertCase("once", (20, 0, 9, 13), 150, 5, 9, 4, "float32", kind, columns=70)
+    ids = ids_of(case, 1)
+
+    def program(comm):
+        def sent(call):
+            before = comm.network.counters()[0]
+            call()
+            return comm.network.counters()[0] - before
+
+        own, options = own_operands(comm, case, 1), mk.Options(chunk_bytes=1500)
+        asked = {"comm": comm, "options": options}
+        with mk.MoeDispatchGemm(*own[:2], own[3], num_experts=9, **asked) as step:
+            planned = step.plan.dispatch.bytes_to_network(comm.rank, ids)
+            assert sent(lambda: step(*own[:2], own[3])) == planned
+        layout = dispatched(comm, case, 1)
+        made, weights = own_rows(comm, case, 1)
+        few = mk.Options(chunk_bytes=20)  # more chunks than agents
+        with mk.MoeCombine(made, weights, layout, comm=comm, options=few) as step:
+            out = worlds.nan_filled((case.tokens[comm.rank], case.n), np.float32)
+            planned = step.plan.combine.sums_to_network(comm.rank, ids, 9)
+            planned += step.plan.combine.weights_to_network(comm.rank, case.tokens)
+            assert sent(lambda: step(made, weights, layout, out=out)) == planned
+            expected_sum(case, 1, comm.rank, nodes=comm.topology.sizes).assert_close(out)
+        with mk.MoeLayer(*own, num_experts=9, activation=None, **asked) as step:
+            planned = step.plan.layer.dispatch.bytes_to_network(comm.rank, ids)
+            planned += step.plan.layer.combine.sums_to_network(comm.rank, ids, 9)
+            assert sent(lambda: step(*own)) == planned
+
+    worlds.run(4, program, nodes=(1, 2, 1), transport=TRANSPORTS[kind == "uniform"])
 
 
 def test_a_line_may_be_longer_than_a_slot(monkeypatch):

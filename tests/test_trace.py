@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import worlds
 from launcher import ROOT, mpirun
+from routing import ExpertCase
+from test_moe_layer import own_operands
 
 import mkernel_cp as mk
 from mkernel_cp.trace import current
@@ -404,6 +406,78 @@ def test_kernels_of_ones_own_are_traced(tmp_path):
     assert len(spans(file, "enter")) == len(spans(file, "finish")) == 2 * (3 + 4)
     chunks = {(s["pid"], s["name"]) for s in spans(file, "wait") if s["args"]["for"] == "arrival"}
     assert chunks == {(0, "wait: chunk 1 of rank 1"), (1, "wait: chunk 0 of rank 0")}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A trace of a layer of experts, and of a sum alone, and how many rows each rank has."""
+    case = ExpertCase("traced", (23, 0, 30), 6, 8, 5, 3, "float32", "uniform", None, "silu", 8)
+    path = tmp_path_factory.mktemp("trace") / "experts.json"
+
+    def program(comm):
+        x, ids, weights, w1, w2 = own_operands(comm, case, 1)
+        asked = {"comm": comm, "options": mk.Options((2, 2), chunk_bytes=100)}
+        rows, layout = mk.moe_dispatch_gemm(x, ids, w1, num_experts=5, **asked)
+        with mk.trace(path):
+            mk.moe_layer(x, ids, weights, w1, w2, activation="silu", num_experts=5, **asked)
+            mk.moe_combine(rows, weights, layout, **asked)
+        return int(layout.count)
+
+    counts = worlds.run(case.world, program)
+    return case, counts, json.loads(path.read_text())
+
+
+def sums_in(file, case, generations):
+    """How often each row of a rank (second index) is in the sums of each (first)."""
+    found = np.zeros((case.world, case.world, max(case.tokens)), int)
+    for span in spans(file, "sum"):
+        if span["args"]["generation"] in generations:
+            found[span["pid"], span["args"]["source"], slice(*span["args"]["rows"])] += 1
+    return found
+
+
+def test_what_becomes_of_tokens_is_in_spans(experts):
+    case, counts, file = experts
+    layer = min(s["args"]["generation"] for s in spans(file, "launch"))
+    for rank, (tokens, count) in enumerate(zip(case.tokens, counts, strict=True)):
+        own = collections.defaultdict(list)
+        for span in spans(file):
+            if (span["pid"], span["args"]["generation"]) == (rank, layer):
+                own[span["cat"]].append(span)
+        in_order, noted = np.zeros(max(case.tokens), int), np.zeros(count, int)
+        for span in own["sort"]:
+            assert span["args"]["source"] == rank
+            in_order[slice(*span["args"]["rows"])] += 1
+        assert (in_order == (np.arange(len(in_order)) < tokens)).all()
+        (agreed,) = own["agree"]
+        calls = [s["ts"] + s["dur"] for s in own["wait"] if s["args"]["for"] == "call"]
+        assert max(calls) <= agreed["ts"] + 1e-4  # nanoseconds, whose sum rounds
+        for span in own["note"]:
+            assert case.tokens[span["args"]["source"]] > 0
+            assert span["ts"] >= agreed["ts"]
+            noted[slice(*span["args"]["rows"])] += 1
+        assert (noted == 1).all()
+        tiles = own["compute"]
+        assert {span["args"]["expert"] for span in tiles} == set(range(case.counts[rank]))
+        assert all(f"of expert {span['args']['expert']}, col" in span["name"] for span in tiles)
+
+
+def test_sums_of_each_rank_for_each_are_spans(experts):
+    case, counts, file = experts
+    generations = sorted({s["args"]["generation"] for s in spans(file, "launch")})
+    for generation in generations:
+        found = sums_in(file, case, {generation})
+        for rank, tokens in enumerate(case.tokens):
+            # How many tokens a peer has nobody asks; of its own a rank knows.
+            assert (found[:, rank, :tokens] == 1).all()
+            assert (found[rank, rank, tokens:] == 0).all()
+    for rank, count in enumerate(counts):
+        names = {
+            span["name"]
+            for span in spans(file, "note")
+            if (span["pid"], span["args"]["generation"]) == (rank, generations[-1])
+        }
+        assert names == {f"note: rows 0:{count} of all ranks"}
 
 
 @pytest.mark.mpi

@@ -1,6 +1,7 @@
 """Measured choices: the table, who gets them, and how they are measured."""
 
 import json
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -11,22 +12,27 @@ from launcher import mpirun
 import mkernel_cp as mk
 from mkernel_cp import tuning
 from mkernel_cp.bench import tuner
+from mkernel_cp.bench.subjects import SUBJECTS
+from mkernel_cp.moe_plan import Dispatch
+from mkernel_cp.operators.moe_dispatch_gemm import measured
+from mkernel_cp.plan import Gpu
 
 ENTRY = tuning.Entry(
-    *("allgather_gemm", "cpu", "float32", 2, 64, 48, 32),
+    *("allgather_gemm", "cpu", "float32", 2, (64, 48, 32)),
     tile=(16, 8, 24),
     movers=2,
     chunk_bytes=512,
     ms=1.0,
     model_ms=2.0,
 )
+SUMS = "gemm_reduce_scatter", "gemm_allreduce"
 CHOSEN = mk.Options((2, None), (16, 8, 24), 512)
 A, B = np.ones((32, 48), np.float32), np.ones((48, 32), np.float32)
 
 
 def fill(options=None, m=64, k=48, n=32, dtype="float32", entry=ENTRY):
     table = tuning.Table([entry])
-    return table.fill(options or mk.Options(), entry.operator, dtype, m, k, n)
+    return table.fill(options or mk.Options(), entry.operator, dtype, (m, k, n))
 
 
 def test_shapes_of_about_the_same_extents_get_the_same_choices():
@@ -59,7 +65,7 @@ def test_a_callers_chunks_go_with_measured_tiles():
 def test_a_table_is_kept_and_read_again(tmp_path):
     path = tmp_path / "new" / "table.json"
     assert tuning.read(path) == []
-    other = replace(ENTRY, m=65, tile=None, movers=None, chunk_bytes=None)
+    other = replace(ENTRY, shape=(65, 48, 32), tile=None, movers=None, chunk_bytes=None)
     tuning.keep(path, [ENTRY, other])
     tuning.keep(path, [replace(ENTRY, ms=0.5)])
     assert tuning.read(path) == [replace(ENTRY, ms=0.5), other]
@@ -104,7 +110,7 @@ def test_calls_take_what_was_measured(own_table):
 
 @pytest.mark.parametrize("kind", [mk.GemmReduceScatter, mk.GemmAllReduce])
 def test_sums_take_what_was_measured(kind, own_table):
-    measured = replace(ENTRY, operator=kind.function, m=1024, n=512, chunk_bytes=None)
+    measured = replace(ENTRY, operator=kind.function, shape=(1024, 48, 512), chunk_bytes=None)
     tuning.keep(own_table, [measured])
 
     def program(comm):
@@ -115,6 +121,48 @@ def test_sums_take_what_was_measured(kind, own_table):
             np.testing.assert_array_equal(step(a, b), 7)
 
     worlds.run(2, program)
+
+
+def test_operators_on_experts_take_what_was_measured(own_table):
+    shape = 20, 24, 40, 4, 2  # tokens, H, I, E, k
+    tuned = {
+        name: replace(ENTRY, operator=name, shape=extents, tile=tile)
+        for name, extents, tile in (
+            ("moe_dispatch_gemm", shape, (16, 8, 24)),
+            ("moe_layer", shape, (8, 16, 24)),
+            ("moe_combine", (20, 40, 4, 2), None),
+        )
+    }
+    tuning.keep(own_table, tuned.values())
+
+    def program(comm):
+        x, ids = np.ones((9 + comm.rank, 24), np.float32), np.zeros((9 + comm.rank, 2), int)
+        weights, w1 = np.ones(ids.shape, np.float32), np.ones((2, 24, 40), np.float32)
+        dispatch = mk.MoeDispatchGemm(x, ids, w1, comm=comm)
+        rows, layout = dispatch(x, ids, w1)
+        combine = mk.MoeCombine(rows, weights, layout, comm=comm)
+        w2 = np.ones((2, 40, 24), np.float32)
+        layer = mk.MoeLayer(x, ids, weights, w1, w2, comm=comm, activation="silu")
+        for step in (dispatch, combine, layer):
+            entry = tuned[step.plan.operator]
+            assert (step.plan.split[0], step.plan.chunk_bytes) == (2, 512)
+            assert entry.tile is None or step.plan.tile == entry.tile
+        np.testing.assert_array_equal(combine(rows, weights, layout), 48)
+
+    worlds.run(2, program)
+
+
+@pytest.mark.parametrize(("h", "taken"), [(72, (128, 192, 512)), (70, None)])
+def test_tiles_of_a_fast_engine_are_for_what_it_takes(h, taken):
+    """Of about the same shape, but not aligned, another engine makes the products."""
+    dtype = np.dtype(np.float16)
+    shape = 20, 72, 48, 4, 2
+    entry = replace(ENTRY, operator="moe_layer", dtype="float16", shape=shape, tile=(128, 192, 512))
+    machine = types.SimpleNamespace(gpu=Gpu("sm_90a", 132, 227 << 10))
+    comm = types.SimpleNamespace(size=2, machine=machine, tuning=tuning.Table([entry]))
+    agreed = Dispatch(2, h, 48, 4, 2, dtype, dtype, 10)
+    found = measured(mk.Options(), "moe_layer", agreed, agreed.products, comm)
+    assert found == mk.Options((2, None), taken, 512)
 
 
 def test_all_ranks_take_what_rank_0_knows(own_table, monkeypatch):
@@ -137,29 +185,44 @@ def test_a_faulty_table_is_told_on_all_ranks(own_table):
     assert mk.LocalWorld(2).run(main) == [True] * 2
 
 
-@pytest.mark.parametrize("operator", tuner.OPERATORS)
-@pytest.mark.parametrize("size", [1, 2])
+SHAPES = {
+    **dict.fromkeys(("moe_dispatch_gemm", "moe_layer"), (60, 70, 90, 3, 2)),
+    "moe_combine": (60, 90, 3, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("operator", "size"),
+    [("allgather_gemm", 1), ("moe_combine", 1), *((operator, 2) for operator in SUBJECTS)],
+)
 def test_the_fastest_choices_are_found(operator, size, monkeypatch):
     """With times that a test has made up."""
+    shape = SHAPES.get(operator, (600, 70, 900))
+    multiplies, in_chunks = operator != "moe_combine", operator not in SUMS
 
     def interleaved(comm, clock, gate, calls):
         measured.append(len(calls))
-        return {name: 1.0 if "tile=(32, 32" in name else 2.0 for name in calls}
+        fast = "tile=(32, 32" if multiplies else "chunk_bytes=32768"
+        return {name: 1.0 if fast in name else 2.0 for name in calls}
 
     measured = []
     monkeypatch.setattr(tuner.timing, "interleaved_ms", interleaved)
 
     def program(comm):
         with tuner.Tuner.opened(comm, operator, np.dtype(np.float16)) as one:
-            return one.tune(600, 70, 900)
+            return one.tune(*shape)
 
     entries = worlds.run(size, program)
     assert entries == entries[:1] * size
-    assert entries[0].tile == (32, 32, 64)
-    assert (entries[0].ms, entries[0].model_ms) == (1.0, 2.0)
-    assert entries[0].movers is None
-    rounds = {1: 2, 2: 4 if operator == "allgather_gemm" else 3}
-    assert len(measured) == rounds[size] * size
+    assert entries[0].shape == shape
+    if multiplies:
+        assert entries[0].options == mk.Options(tile=(32, 32, 64))
+    else:
+        assert entries[0].options == mk.Options(chunk_bytes=32768 if size > 1 else None)
+    if multiplies or size > 1:
+        assert (entries[0].ms, entries[0].model_ms) == (1.0, 2.0)
+    rounds = multiplies + 1 + (size > 1) * (1 + in_chunks)
+    assert len(measured) == rounds * size
 
 
 def test_nothing_is_kept_for_a_small_gain(monkeypatch):
@@ -177,7 +240,7 @@ def test_nothing_is_kept_for_a_small_gain(monkeypatch):
     assert entry.ms == entry.model_ms == 1.0
 
 
-@pytest.mark.parametrize("operator", ["allgather-gemm", "gemm-allreduce"])
+@pytest.mark.parametrize("operator", ["allgather-gemm", "moe-layer"])
 def test_the_command_fills_a_table(operator, tmp_path):
     path = tmp_path / "table.json"
     words = "tune", operator, "--quick", "--output", path

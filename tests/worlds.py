@@ -18,6 +18,8 @@ import mkernel_cp as mk
 from mkernel_cp import plan, reference
 from mkernel_cp.communicator import Communicator
 from mkernel_cp.plan import Options
+from mkernel_cp.targets.host import HostTarget
+from mkernel_cp.transport import staging
 
 SIZES = (1, 2, 3, 4)
 
@@ -123,6 +125,16 @@ def different_options(comm, dtype):
 def small_tile(comm, tile):
     """A tile that makes many of a small problem; engines of GPUs have larger ones only."""
     return None if comm.machine.gpu else tile
+
+
+def stage(patch, slot_bytes, slots=2):
+    """Have nodes meet through few slots of host memory, as on GPUs that network cards do not reach.
+
+    The slots are small: so they are used again and again in every call.
+    """
+    patch.setattr(HostTarget, "reached_by_cards", False)
+    patch.setattr(staging, "SLOTS", slots)
+    patch.setattr(plan, "SLOT_BYTES", slot_bytes)
 
 
 # The operators that sum over ranks, each in both of its forms: name, whether in one shot.

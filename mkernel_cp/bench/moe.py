@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..operators.moe_dispatch_gemm import MoeDispatchGemm, moe_dispatch_gemm
+from ..communicator import Communicator
+from ..operators.moe_dispatch_gemm import DispatchLayout, MoeDispatchGemm, moe_dispatch_gemm
 from ..operators.moe_layer import MoeLayer, moe_layer
 from ..reference import array_split_counts
 from . import baselines
@@ -89,8 +90,8 @@ class Route:
         Of each rank.
     offsets : array
         The first row of each of this rank's experts, and behind the last one their number.
-    row_tokens : array
-        Of all tokens, that of each row.
+    row_slots : array
+        Of the slots of all tokens, that of each row.
     capacity : int
         The most rows of a rank.
     landing, returning : list of int
@@ -117,7 +118,7 @@ class Route:
         by_expert = np.argsort(local, kind="stable")  # rows are in the order of source and token
         self.experts, self.tokens = experts, tokens
         self.offsets = np.cumsum([0, *np.bincount(local, minlength=counts[rank])])
-        self.row_tokens = here[by_expert] // slots
+        self.row_slots = here[by_expert]
         self.row_experts = local[by_expert]
         self.capacity = int(np.bincount(owner.ravel(), minlength=ranks).max())
         wanted = np.array([(owner == r).any(axis=1) & (source != r) for r in range(ranks)])
@@ -190,7 +191,7 @@ class TorchMath:
 
 
 class ExpertsBench(OperatorBench):
-    """What both have in common: tokens and experts are those of all ranks.
+    """What all have in common: tokens and experts are those of all ranks.
 
     Parameters
     ----------
@@ -201,9 +202,10 @@ class ExpertsBench(OperatorBench):
     keys = _KEYS
     shapes, quick_shapes = SHAPES, QUICK_SHAPES
 
-    def __init__(self, *args: Any, routing: str):
+    def __init__(self, comm: Communicator, *args: Any, routing: str):
+        comm.refuse_nodes(f"the bench of {self.operator}")
         self._routing = routing
-        super().__init__(*args)
+        super().__init__(comm, *args)
         host = self._comm.target == "host"
         self._torch = "needs GPUs" if host else self._attempt(TorchMath)
         self._math = NumpyMath() if host else self._torch
@@ -213,9 +215,9 @@ class ExpertsBench(OperatorBench):
 
     def measure(self, *shape: int) -> dict[str, Any]:
         found = super().measure(*shape)
-        grouped = found.pop("grouped_ms")
-        if not isinstance(grouped, str) and not isinstance(found["compute_ms"], str):
-            found["compute_ms"] = min(grouped, found["compute_ms"])  # the faster library
+        compute = found["compute_ms"], found.pop("grouped_ms", "no products")
+        if not any(isinstance(ms, str) for ms in compute):
+            found["compute_ms"] = min(compute)  # the faster library
         return found
 
     def _num_experts(self, one: Operands) -> int:
@@ -245,12 +247,41 @@ class ExpertsBench(OperatorBench):
         arrived, rows = (empty((len(route.order), columns), self._dtype) for _ in range(2))
 
         def run(one: Operands) -> Any:
-            _take(xp, one.x, sent, ordered)
+            take(xp, one.x, sent, ordered)
             self._library(ordered, route.sent_counts, arrived, route.received_counts)
-            _take(xp, arrived, order, rows)
+            take(xp, arrived, order, rows)
             return rows
 
         return run
+
+    def _way_back(self, route: Route, columns: int) -> Callable[[Any, Any, Any], Any]:
+        """Return what sends the rows back, and writes their weighted sums for each token."""
+        xp, empty = self._numpy, self._machine.empty
+        back, returned = xp.asarray(route.back), xp.asarray(route.returned)
+        arranged = empty((len(route.back), columns), self._dtype)
+        home, gathered = (empty((len(route.sent), columns), self._dtype) for _ in range(2))
+
+        def run(rows: Any, weights: Any, out: Any) -> Any:
+            take(xp, rows, back, arranged)
+            self._library(arranged, route.received_counts, home, route.sent_counts)
+            take(xp, home, returned, gathered)
+            self._math.add(gathered, weights, out)
+            return out
+
+        return run
+
+    def _weights(self, shape: tuple[int, int], seed: int) -> Any:
+        """Return random weights for choices of this rank's tokens, numbers that 16 bits hold."""
+        random = np.random.default_rng([seed, self._comm.rank])
+        values = random.integers(1, 257, shape) / 256
+        return self._machine.asarray(values.astype(reference.accumulator_dtype(self._dtype)), None)
+
+    def _roughly(self, sample: Sample) -> Sample:
+        """Return what to look at of libraries, which round some of what lies between."""
+        right = sample.expected
+        return replace(
+            sample, expected=reference.Expected(right.value, 8 * right.bound, self._dtype)
+        )
 
     def _products_sample(self, rows: Any, w: Any, out: Any, route: Route) -> Sample:
         """Return what to look at: rows at the borders of experts too, and some columns."""
@@ -281,8 +312,8 @@ class ExpertsBench(OperatorBench):
         w = machine.empty((own.stop - own.start, h, i), self._dtype)
         for local, expert in enumerate(range(own.start, own.stop)):
             machine.copy(w[local], self._expert(number, expert, (h, i)))
-        rows = machine.empty((len(route.row_tokens), h), self._dtype)
-        _take(xp, whole, xp.asarray(route.row_tokens), rows)
+        rows = machine.empty((len(route.row_slots), h), self._dtype)
+        take(xp, whole, xp.asarray(route.row_slots // k), rows)
         return Operands(
             x,
             machine.asarray(ids[comm.rows(tokens)], None),
@@ -447,23 +478,16 @@ class MoeLayerBench(ExpertsBench):
         return call
 
     def _unfused(self, sets: Sequence[Operands]) -> Call:
-        route, columns, xp = sets[0].route, sets[0].x.shape[1], self._numpy
-        dispatch, empty = self._dispatch(route, columns), self._machine.empty
-        back, returned = xp.asarray(route.back), xp.asarray(route.returned)
-        hidden = empty(sets[0].layer.hidden.shape, self._dtype)
-        arranged = empty(sets[0].layer.made.shape, self._dtype)
-        home, gathered = (empty((len(route.sent), columns), self._dtype) for _ in range(2))
+        route, columns = sets[0].route, sets[0].x.shape[1]
+        dispatch, bring_back = self._dispatch(route, columns), self._way_back(route, columns)
+        hidden = self._machine.empty(sets[0].layer.hidden.shape, self._dtype)
 
         def run(one: Operands) -> Any:
             layer = one.layer
             both = self._products(dispatch(one), one.w, self._rows(one.out, one), route)
             self._math.gate(both, hidden)
             self._products(hidden, layer.w2, layer.made, route)
-            _take(xp, layer.made, back, arranged)
-            self._library(arranged, route.received_counts, home, route.sent_counts)
-            _take(xp, home, returned, gathered)
-            self._math.add(gathered, layer.weights, layer.out)
-            return layer.out
+            return bring_back(layer.made, layer.weights, layer.out)
 
         return self._in_turn(sets, run)()
 
@@ -472,14 +496,12 @@ class MoeLayerBench(ExpertsBench):
         one = super()._operands(tokens, h, 2 * i, experts, k, number)
         machine, rows, seed = self._machine, len(one.rows), 1_000_000 * (1 + number) + 900
         wide = reference.accumulator_dtype(self._dtype)
-        random = np.random.default_rng([seed, self._comm.rank])
-        weights = random.integers(1, 257, one.ids.shape) / 256
         w2 = machine.empty((len(one.w), i, h), self._dtype)
         first = self._comm.rows(experts).start
         for local in range(len(w2)):
             machine.copy(w2[local], self._expert(number, first + local, (i, h), 1))
         layer = LayerOperands(
-            machine.asarray(weights.astype(wide), None),
+            self._weights(one.ids.shape, seed),
             machine.asarray(np.ones((rows, 1), wide), None),
             w2,
             self._normal(seed + self._comm.rank, (rows, i)),
@@ -489,17 +511,12 @@ class MoeLayerBench(ExpertsBench):
         return replace(one, layer=layer)
 
     def _samples(self, one: Operands) -> tuple[Sample, Sample, Sample]:
-        """Return what to look at of this rank's experts, of the sums, and of those of libraries.
-
-        They round some of what lies between.
-        """
+        """Return what to look at of this rank's experts, of the sums, and of those of libraries."""
         layer, first = one.layer, self._comm.rows(one.route.experts).start
         own = self._layer_sample(one, one.rows, one.experts + first, layer.ones, layer.made, None)
         rank = self._comm.rank
         sums = self._layer_sample(one, one.x, one.ids, layer.weights, layer.out, rank)
-        right = sums.expected
-        roughly = reference.Expected(right.value, 8 * right.bound, self._dtype)
-        return own, sums, replace(sums, expected=roughly)
+        return own, sums, self._roughly(sums)
 
     def _layer_sample(
         self, one: Operands, x: Any, ids: Any, weights: Any, out: Any, rank: int | None
@@ -545,7 +562,26 @@ class MoeLayerBench(ExpertsBench):
         return found
 
 
-def _take(xp: Any, rows: Any, index: Any, to: Any) -> None:
+def layout_of(
+    comm: Communicator,
+    ids: np.ndarray,
+    experts: int,
+    max_tokens: int,
+    capacity: int,
+    dtype: np.dtype,
+) -> DispatchLayout:
+    """Return the layout of a dispatch that leaves nothing to multiply. Collective."""
+    machine, here = comm.machine, comm.row_counts(experts)[comm.rank]
+    x, w = (machine.empty(shape, dtype) for shape in ((len(ids), 1), (here, 1, 1)))
+    for array in (x, w):
+        machine.zero(array)
+    operands = x, machine.asarray(ids, None), w
+    asked = {"num_experts": experts, "max_tokens": max_tokens, "capacity": capacity}
+    with MoeDispatchGemm(*operands, comm=comm, **asked) as step:
+        return step(*operands)[1]
+
+
+def take(xp: Any, rows: Any, index: Any, to: Any) -> None:
     """Copy some rows, in the longest words that they consist of."""
     length = rows.shape[1] * rows.itemsize
     word = next(name for name in ("c16", "u8", "u4", "u2") if length % np.dtype(name).itemsize == 0)

@@ -29,6 +29,7 @@ KEYS = (
 _SHAPE_KEYS = {
     **dict.fromkeys(("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"), ("M", "K", "N")),
     **dict.fromkeys(("moe_dispatch_gemm", "moe_layer"), ("tokens", "H", "I", "E", "k")),
+    "moe_combine": ("tokens", "N", "E", "k"),
 }
 _HOST_KEYS = ("class", "function")
 _ALWAYS_MEASURED = ("compute_ms", "engine_ms", "fused_ms")

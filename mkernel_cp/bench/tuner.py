@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,20 +12,12 @@ from .. import plan as plans
 from .. import tuning
 from ..communicator import Communicator
 from ..errors import Error
-from ..operators.allgather_gemm import AllGatherGemm
-from ..operators.gemm import GemmOperator
-from ..operators.gemm_allreduce import GemmAllReduce
-from ..operators.gemm_reduce_scatter import GemmReduceScatter
 from ..plan import Options
 from . import timing
-from .data import normal
+from .subjects import SUBJECTS, Subject
 from .timing import Call
 
-OPERATORS: dict[str, type[GemmOperator]] = {
-    kind.function: kind for kind in (AllGatherGemm, GemmReduceScatter, GemmAllReduce)
-}
 _WORTHWHILE = 0.98  # of the time that the cost model's choices take
-_SETS = 3  # of operands, used in turn: what the call before has left in a cache is of no use
 
 # What is tried, per engine.
 _TILES = {
@@ -35,13 +27,6 @@ _TILES = {
 }
 _MOVERS = {"hopper": (0, 4, 8, 16), "portable": (8, 16, 24, 32), "host": (0, 1, 2)}
 _CHUNK_BYTES = tuple(1 << power for power in (14, 15, 16, 17, 18))
-
-
-@dataclass(frozen=True, eq=False)
-class _Operands:
-    a: Any
-    b: Any
-    out: Any
 
 
 class Tuner:
@@ -66,35 +51,24 @@ class Tuner:
         with clock.stream(), contextlib.closing(timing.Gate(comm)) as gate:
             yield cls(comm, clock, gate, operator, dtype)
 
-    def tune(self, m: int, k: int, n: int) -> tuning.Entry:
-        """Return the fastest choices for a shape.
+    def tune(self, *shape: int) -> tuning.Entry:
+        """Return the fastest choices for a shape, as `tuning.Entry` has it.
 
         The cost model's come first; then tiles, movers and chunks take turns, each beside the best
         of the others so far. The winner is measured once more beside the model's choices.
-
-        Parameters
-        ----------
-        m : int
-            Rows of A, or of the sum, of all ranks together: split as by `numpy.array_split`.
-        k : int
-            Of a sum, the terms of each rank.
-        n : int
-            Columns of each rank's B.
         """
-        gathers = self._operator == "allgather_gemm"
-        self._counts = self._comm.row_counts(m)
-        self._sets = [self._operands(m, k, n, seed) for seed in range(_SETS)]
-        with self._step(Options()) as step:
+        self._subject = subject = SUBJECTS[self._operator](self._comm, self._dtype, shape)
+        with subject.plan(Options()) as step:
             model, engine = _freed(step.plan.options), step.plan.engine
-            expected = step(self._sets[0].a, self._sets[0].b)
-        self._expected = expected.view(f"u{self._dtype.itemsize}")
-        best = self._fastest(
-            [model, *(Options(tile=tile, chunk_bytes=model.chunk_bytes) for tile in _TILES[engine])]
-        )
+            self._expected = self._bits(subject.call(step, 0)).copy()
+        best = model
+        if subject.has_tiles:
+            tiles = (Options(tile=t, chunk_bytes=model.chunk_bytes) for t in _TILES[engine])
+            best = self._fastest([best, *tiles])
         if self._comm.size > 1:
             movers = [replace(best, split=(count, None)) for count in _MOVERS[engine]]
             best = self._fastest([best, *movers])
-        if self._comm.size > 1 and gathers:
+        if self._comm.size > 1 and subject.has_chunks:
             best = self._fastest([best, *(replace(best, chunk_bytes=b) for b in _CHUNK_BYTES)])
         times = self._measure([model, best])
         if times[best] > _WORTHWHILE * times[model]:
@@ -104,9 +78,7 @@ class Tuner:
             card=tuning.card_of(self._comm.device),
             dtype=self._dtype.name,
             ranks=self._comm.size,
-            m=m,
-            k=k,
-            n=n,
+            shape=shape,
             tile=best.tile if best.tile != model.tile else None,
             movers=best.split[0] if best.split != model.split else None,
             chunk_bytes=best.chunk_bytes if best.chunk_bytes != model.chunk_bytes else None,
@@ -124,40 +96,23 @@ class Tuner:
             steps = {}
             for options in candidates:
                 with contextlib.suppress(ValueError):  # no choice for this engine, on all ranks
-                    step = stack.enter_context(self._step(options))
+                    step = stack.enter_context(self._subject.plan(options))
                     steps[_freed(step.plan.options)] = step
             names = {str(options): options for options in steps}
             calls = {name: self._checked(steps[options]) for name, options in names.items()}
             times = timing.interleaved_ms(self._comm, self._clock, self._gate, calls)
         return {names[name]: ms for name, ms in times.items()}
 
-    def _step(self, options: Options) -> Any:
-        one, kind = self._sets[0], OPERATORS[self._operator]
-        more = {} if kind is GemmAllReduce else {"row_counts": self._counts}
-        return kind(one.a, one.b, comm=self._comm, options=options, **more)
-
     def _checked(self, step: Any) -> Call:
         """Return what makes calls of a plan; Error if its result is another than the model's."""
-
-        def call(number: int) -> Any:
-            one = self._sets[number % _SETS]
-            return step(one.a, one.b, out=one.out)
-
-        self._comm.machine.fill(self._sets[0].out, np.nan)
-        found = self._numpy.asarray(call(0)).view(self._expected.dtype)
-        if not (found == self._expected).all():
+        subject: Subject = self._subject
+        self._comm.machine.fill(subject.sets[0].out, np.nan)
+        if not (self._bits(subject.call(step, 0)) == self._expected).all():
             raise Error(f"{step.plan.options} gives another result than the cost model's choices")
-        return call
+        return lambda number: subject.call(step, number)
 
-    def _operands(self, m: int, k: int, n: int, seed: int) -> _Operands:
-        comm, what = self._comm, (self._numpy, self._dtype)
-        own, gathers = self._counts[comm.rank], self._operator == "allgather_gemm"
-        a = comm.empty((own if gathers else m, k), self._dtype)
-        seed = 2 * (seed * comm.size + comm.rank)
-        comm.machine.copy(a, normal(*what, seed, a.shape))
-        rows = own if self._operator == "gemm_reduce_scatter" else m
-        out = comm.machine.empty((rows, n), self._dtype)
-        return _Operands(a, normal(*what, seed + 1, (k, n)), out)
+    def _bits(self, result: Any) -> Any:
+        return self._numpy.asarray(result).view(f"u{self._dtype.itemsize}")
 
 
 def _freed(options: Options) -> Options:

@@ -12,6 +12,7 @@ from .. import __version__
 from ..bench import records
 from ..bench.allgather_gemm import AllGatherGemmBench
 from ..bench.moe import MoeDispatchGemmBench, MoeLayerBench
+from ..bench.moe_combine import MoeCombineBench
 from ..bench.operator import OperatorBench
 from ..bench.reductions import GemmAllReduceBench, GemmReduceScatterBench
 from ..communicator import Communicator
@@ -26,6 +27,7 @@ BENCHES: dict[str, type[OperatorBench]] = {
         GemmReduceScatterBench,
         GemmAllReduceBench,
         MoeDispatchGemmBench,
+        MoeCombineBench,
         MoeLayerBench,
     )
 }

@@ -1,7 +1,10 @@
 """`compile`: fill the cache of compiled code, for a job that is to start at once. Needs no GPU."""
 
 import argparse
+import multiprocessing
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -31,8 +34,9 @@ _SHARED_KIB_OF_OTHERS = 99
 def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
     """Return the macros of an operator's kernels: for every dtype, the tiles that plans take.
 
-    Those of the GEMMs are for operands in C order; attention has one for each width of heads, and a
-    layer of experts one for each activation, whose sums travel in the dtype of the operands.
+    Those of the GEMMs are for operands in C order, or with tf32 in the orders in which all are
+    read; attention has one for each width of heads, and a layer of experts one for each activation,
+    whose sums travel in the dtype of the operands.
     """
     kib = _SHARED_KIB.get(arch[3:].rstrip("af"), _SHARED_KIB_OF_OTHERS)
     gpu = plan.Gpu(arch, 0, kib << 10, compiler.nvrtc_version())
@@ -74,16 +78,22 @@ def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
     sums = _GEMMS[operator]
     return [
         plan.kernel_defines(
-            plan.type_defines(dtype, out_dtype, dtype if sums else None, tf32=tf32), tile, dtype
+            plan.type_defines(dtype, out_dtype, dtype if sums else None, tf32=tf32),
+            tile,
+            dtype,
+            b_by_columns=tf32,
         )
         for dtype, out_dtype, tf32 in kinds
-        for tile in plan.gpu_tiles(dtype, gpu, gathers=not sums)
+        for tile in plan.gpu_tiles(dtype, gpu, gathers=not sums, tf32=tf32)
     ]
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
-    """Compile the kernels, say so of each, and at the end in a table; return the exit code."""
-    arch, asked = arguments.arch, arguments.operator
+    """Compile the kernels on all cores, say so of each, and at the end in a table.
+
+    Returns the exit code.
+    """
+    arch, asked, begin = arguments.arch, arguments.operator, time.monotonic()
     forms = {
         form: operator
         for operator in OPERATORS
@@ -93,18 +103,19 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     done: list[tuple[str, int, float]] = []
     try:
         kernels = [
-            (form, defines)
+            (form, arch, defines)
             for form, operator in forms.items()
             for defines in kernels_for(operator, arch)
         ]
-        for number, (form, defines) in enumerate(kernels, 1):
-            start, before = time.monotonic(), compiler.compile_count()
-            compiler.cubin(compiler.kernel_source(form), arch, defines=defines)
-            compiled, seconds = compiler.compile_count() - before, time.monotonic() - start
-            done.append((form, compiled, seconds))
-            name = f"{form} {defines['MK_TYPE']}"
-            words = f"{seconds:.1f} s" if compiled else "was there"
-            print(f"{number:3} of {len(kernels)}  {name:<36}{words:>9}", flush=True)
+        cores, fresh = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(cores, len(kernels)), fresh) as workers:
+            for (form, _, defines), made in zip(
+                kernels, workers.map(_compile, kernels), strict=True
+            ):
+                done.append((form, *made))
+                name = f"{form} {defines['MK_TYPE']}"
+                words = f"{made[1]:.1f} s" if made[0] else "was there"
+                print(f"{len(done):3} of {len(kernels)}  {name:<36}{words:>9}", flush=True)
     except (CompileError, ConfigurationError, ValueError) as error:
         say(error)
         return 1
@@ -113,9 +124,16 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
         its = [(compiled, seconds) for name, compiled, seconds in done if name == form]
         compiled, seconds = map(sum, zip(*its, strict=True))
         print(_LINE.format(form, len(its), compiled, f"{seconds:.1f}"))
-    _, compiled, seconds = zip(*done, strict=True)
     print(
-        f"{len(done)} kernels for {arch}: {sum(compiled)} compiled in {sum(seconds):.1f} s, the "
-        "others were there"
+        f"{len(done)} kernels for {arch}: {sum(compiled for _, compiled, _ in done)} compiled in "
+        f"{time.monotonic() - begin:.1f} s, the others were there"
     )
     return 0
+
+
+def _compile(kernel: tuple[str, str, dict[str, Any]]) -> tuple[int, float]:
+    """Compile a kernel unless it is there; return how many compilations that took, and seconds."""
+    form, arch, defines = kernel
+    start, before = time.monotonic(), compiler.compile_count()
+    compiler.cubin(compiler.kernel_source(form), arch, defines=defines)
+    return compiler.compile_count() - before, time.monotonic() - start

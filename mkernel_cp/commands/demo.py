@@ -312,7 +312,7 @@ def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
 
         planned = data.tokens_to(rank) * case.h * expected.dtype.itemsize
         if _counts(comm):
-            planned += step.plan.dispatch.bytes_to_network(rank, data.ids[rank])
+            planned += step.plan.dispatch.bytes_to_network(rank, data.ids)
         measured = _time(comm, expected, call, planned)
     return replace(measured, error=math.inf if any(wrong) else measured.error)
 
@@ -334,7 +334,7 @@ def _moe_combine(comm: Communicator, case: _ExpertCase) -> _Measured:
         if _counts(comm):
             agreed = step.plan.combine
             planned += agreed.sums_to_network(rank, data.ids, case.experts)
-            planned += agreed.weights_to_network(rank, len(weights))
+            planned += agreed.weights_to_network(rank, list(map(len, data.weights)))
         return _time(comm, expected, lambda out: step(rows, weights, layout, out=out), planned)
 
 
@@ -352,7 +352,7 @@ def _moe_layer(comm: Communicator, case: _ExpertCase) -> _Measured:
         planned = columns * expected.dtype.itemsize
         if _counts(comm):
             agreed = step.plan.layer
-            planned += agreed.dispatch.bytes_to_network(rank, data.ids[rank])
+            planned += agreed.dispatch.bytes_to_network(rank, data.ids)
             planned += agreed.combine.sums_to_network(rank, data.ids, case.experts)
         return _time(comm, expected, lambda out: step(*own, out=out), planned)
 

@@ -21,6 +21,7 @@ from ..communicator import Communicator
 from ..operators import allgather_gemm as gather
 from ..operators import gemm_allreduce as reduce
 from ..operators import gemm_reduce_scatter as scatter
+from ..operators.moe_combine import moe_combine as combine
 from ..operators.moe_dispatch_gemm import moe_dispatch_gemm as dispatch
 from ..operators.moe_layer import moe_layer as layer
 from ..operators.ring_attention import ring_attention as attention
@@ -178,6 +179,37 @@ def moe_dispatch_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
     return _fill(comm, [arguments.output], open_inputs, work)
 
 
+def moe_combine(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Add up the rows of each token: one for every expert that it names, in order of experts.
+
+    Rows are in the order in which `moe_dispatch_gemm` leaves them; tokens and experts are split by
+    rank.
+    """
+
+    def open_inputs() -> tuple[list[np.ndarray], list[_Result]]:
+        rows, ids = _open_array(arguments.rows), _open_array(arguments.topk_idx, 2, _IDS)
+        weights = _open_weights(arguments, rows.dtype, ids)
+        _check_ids(arguments.topk_idx, ids, _experts_named(ids))
+        _check_shape(arguments.rows, rows.shape, (np.count_nonzero(ids >= 0), rows.shape[1]))
+        words = f"sums of {rows.shape} {rows.dtype}"
+        return [rows, ids, weights], [_Result((len(ids), rows.shape[1]), rows.dtype, words)]
+
+    def work(rows: np.ndarray, ids: np.ndarray, weights: np.ndarray, y: np.ndarray) -> None:
+        named = _experts_named(ids)
+        counts = _rows_of_ranks(comm, ids, named)
+        first, tokens = sum(counts[: comm.rank]), comm.rows(len(ids))
+        # The layout is that of a dispatch which leaves nothing to multiply.
+        nothing = np.zeros((tokens.stop - tokens.start, 1), rows.dtype)
+        experts = np.zeros((comm.row_counts(named)[comm.rank], 1, 1), rows.dtype)
+        x, choice, w = _operands(comm, nothing, ids[tokens], experts)
+        _, layout = dispatch(x, choice, w, comm=comm, num_experts=named, capacity=max(counts))
+        own = _operands(comm, rows[first : first + counts[comm.rank]], weights[tokens])
+        y[tokens] = comm.machine.asnumpy(combine(*own, layout, comm=comm))
+        comm.synchronize()
+
+    return _fill(comm, [arguments.output], open_inputs, work)
+
+
 def moe_layer(comm: Communicator, arguments: argparse.Namespace) -> int:
     """Make of the tokens of a file what a layer of experts makes of them.
 
@@ -192,8 +224,7 @@ def moe_layer(comm: Communicator, arguments: argparse.Namespace) -> int:
         experts, inner, columns = w2.shape
         halves = 2 if activation == "swiglu" else 1
         _check_shape(arguments.w1, w1.shape, (experts, x.shape[1], halves * inner))
-        weights = _open_array(arguments.topk_weight, 2, (accumulator_dtype(x.dtype),))
-        _check_shape(arguments.topk_weight, weights.shape, ids.shape)
+        weights = _open_weights(arguments, x.dtype, ids)
         _check_ids(arguments.topk_idx, ids, experts)
         words = f"{x.shape} by {experts} experts, {arguments.activation} {x.dtype}"
         return [x, ids, weights, w1, w2], [_Result((len(x), columns), x.dtype, words)]
@@ -213,6 +244,17 @@ def _open_tokens(arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]
     x, ids = _open_array(arguments.x), _open_array(arguments.topk_idx, 2, _IDS)
     _check_shape(arguments.topk_idx, ids.shape, (len(x), ids.shape[1]))
     return x, ids
+
+
+def _open_weights(arguments: argparse.Namespace, dtype: np.dtype, ids: np.ndarray) -> np.ndarray:
+    weights = _open_array(arguments.topk_weight, 2, (accumulator_dtype(dtype),))
+    _check_shape(arguments.topk_weight, weights.shape, ids.shape)
+    return weights
+
+
+def _experts_named(ids: np.ndarray) -> int:
+    """Return how many experts there are at the least."""
+    return int(ids.max(initial=-1)) + 1
 
 
 def _check_shape(path: str, shape: tuple[int, ...], need: tuple[int, ...]) -> None:

@@ -20,8 +20,8 @@ def tune(comm: Communicator, arguments: argparse.Namespace) -> int:
     together(comm, "to look at the table", lambda: comm.rank == 0 and tuning.read(path))
     shapes = arguments.shape or (kind.quick_shapes if arguments.quick else kind.shapes)[comm.target]
     with Tuner.opened(comm, kind.operator, np.dtype(arguments.dtype)) as tuner:
-        for m, k, n in shapes:
-            entry = tuner.tune(m, k, n)
+        for shape in shapes:
+            entry = tuner.tune(*shape)
             together(comm, "to keep it", lambda e=entry: comm.rank == 0 and tuning.keep(path, [e]))
             if comm.rank == 0:
                 print(_line(entry), flush=True)
@@ -31,7 +31,7 @@ def tune(comm: Communicator, arguments: argparse.Namespace) -> int:
 
 
 def _line(entry: tuning.Entry) -> str:
-    what = f"{entry.operator} {entry.m} x {entry.k} x {entry.n} {entry.dtype}"
+    what = f"{entry.operator} {' x '.join(map(str, entry.shape))} {entry.dtype}"
     if entry.options == Options():
         return f"{what}: {entry.ms:.4g} ms with the cost model's choices"
     chosen = {"tile": entry.tile, "movers": entry.movers, "chunk_bytes": entry.chunk_bytes}

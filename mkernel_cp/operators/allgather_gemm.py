@@ -12,6 +12,7 @@ from ..memory import Location
 from ..transport.network import check_chunks
 from . import operands
 from .gemm import GemmOperator, GemmSpec
+from .operator import Preparation
 
 
 def allgather_gemm(
@@ -83,7 +84,7 @@ def allgather_gemm(
     ...     c = mk.allgather_gemm(a[comm.rows(m)], b, comm=comm, row_counts=comm.row_counts(m))
     """
     return AllGatherGemm.call(
-        a, b, comm, out, stream, row_counts=row_counts, dtype=dtype, options=options
+        (a, b), comm, out, stream, row_counts=row_counts, dtype=dtype, options=options
     )
 
 
@@ -128,7 +129,7 @@ class AllGatherGemm(GemmOperator):
         stream: Any = None,
         options: plans.Options | None = None,
     ):
-        self._plan(a, b, comm, out, stream, row_counts=row_counts, dtype=dtype, options=options)
+        self._plan((a, b), comm, out, stream, row_counts=row_counts, dtype=dtype, options=options)
 
     def _agreed_text(self) -> str:
         spec, chunk = self._spec, self._spec.options.chunk_bytes
@@ -143,7 +144,7 @@ class AllGatherGemm(GemmOperator):
         spec = self._spec
 
         def compile_and_prefer() -> bool | None:
-            preference = operands.prefers_columns(a)
+            preference = self._prefers_columns("a", a)
             self._load(preference is True)  # most probably what the others prefer too
             return preference
 
@@ -213,12 +214,14 @@ class AllGatherGemm(GemmOperator):
             "writes": self._constant("writes", writes),
         }
 
-    def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
-        place, message.operand_pitch, rows = self._operand(a)
+    def _place(self, a: operands.Operand, message: Any, before: Preparation) -> operands.Operand:
+        place, message.operand_pitch, rows = self._operand(a, before)
         message.operand.segment, message.operand.offset = place.segment, place.offset
         return rows
 
-    def _operand(self, a: operands.Operand) -> tuple[Location, int, operands.Operand]:
+    def _operand(
+        self, a: operands.Operand, before: Preparation
+    ) -> tuple[Location, int, operands.Operand]:
         """Return where peers find this rank's rows, their pitch, and the rows."""
         comm, plan, rows = self._comm, self.plan, a.shadow
         pitch = operands.line_pitch(rows, plan.by_columns)
@@ -232,9 +235,7 @@ class AllGatherGemm(GemmOperator):
         segment, start = comm.segments[self._stage.segment], self._stage.offset
         staged = segment.bytes[start : start + lines * pitch].view(rows.dtype)
         staged = staged.reshape(lines, pitch // rows.itemsize)[:, :run]
-        staged = staged.T if plan.by_columns else staged
-        comm.machine.copy(staged, a.array)
-        return self._stage, pitch, operands.Operand("a", staged, comm.machine)
+        return self._stage, pitch, before.stage(a, staged.T if plan.by_columns else staged)
 
     def _can_be_sent(self, rows: np.ndarray, pitch: int) -> bool:
         """Return whether the network takes rows as they lie: without gaps if they land so."""
@@ -252,7 +253,8 @@ class AllGatherGemm(GemmOperator):
         if self._mapped and rows and plan.k:
             extents = (rows, plan.k) if by_columns else (plan.k, rows)
             box, _ = self._tile.boxes(spec.dtype, by_columns, False)
-            machine = self._comm.machine
-            words = machine.tensor_map(address, spec.dtype, extents, (plan.pitch(rank),), box)
+            words = self._comm.machine.tensor_map(
+                address, spec.dtype, extents, (plan.pitch(rank),), box, tf32=spec.options.tf32
+            )
             to.map.opaque[:], to.mapped = words, 1
         return to

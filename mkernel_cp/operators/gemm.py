@@ -1,19 +1,17 @@
-"""What the operators that multiply have in common: a call, its checks, and its launch."""
+"""What the operators that multiply two matrices have in common: checks, kernel and structs."""
 
 import abc
-import contextlib
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import compiler, errors, structs
+from .. import compiler, structs
 from .. import plan as plans
 from ..communicator import Arena, Communicator
 from ..kernel import Module
 from . import operands
-
-# Calls, by their arrays, that need not be prepared again.
-_MOST_READY = 64
+from .operator import Operator, Preparation
 
 
 class GemmSpec:
@@ -55,9 +53,8 @@ class GemmSpec:
 
     def _take_measured(self, comm: Communicator, operator: str) -> None:
         """Choose what was measured to be fastest, where the caller chooses nothing."""
-        self.options = comm.tuning.fill(
-            self.options, operator, self.dtype.name, sum(self.row_counts), self.k, self.n
-        )
+        shape = sum(self.row_counts), self.k, self.n
+        self.options = comm.tuning.fill(self.options, operator, self.dtype.name, shape)
 
     def _key(self) -> tuple:
         return (
@@ -78,6 +75,13 @@ class GemmSpec:
                     f"{shape} and {self.dtype}; make another for other operands"
                 )
 
+    def outputs(
+        self, out: Any, shadows: Sequence[np.ndarray], machine: Any
+    ) -> list[operands.Operand]:
+        """Return what the result is written into: the caller's array, or a new one."""
+        inputs = list(zip(("a", "b"), shadows, strict=True))
+        return [operands.output(out, self.out_shape, self.out_dtype, inputs, machine)]
+
     def __hash__(self) -> int:
         return hash(self._key())
 
@@ -85,68 +89,23 @@ class GemmSpec:
         return isinstance(other, GemmSpec) and self._key() == other._key()
 
 
-class GemmOperator(abc.ABC):
-    """An operator, planned once for shapes and dtypes, and called often.
+class GemmOperator(Operator):
+    """An operator that multiplies two matrices of each rank.
 
-    A subclass says what it asks for (`spec_type`), what its ranks agree on (`_agree`), and how its
-    kernel learns of the operands (`_constants`, `_place`). Its kernel is called like its function.
+    A subclass says what its ranks agree on (`_agree`), and how its kernel learns of the operands
+    (`_constants`, `_place`). Its kernel is called like its function.
     """
 
-    function: ClassVar[str]
+    names = "a", "b"
     params_struct: ClassVar[str]
     spec_type: ClassVar[type[GemmSpec]]
     plan: plans.GemmPlan
 
-    @classmethod
-    def call(
-        cls, a: Any, b: Any, comm: Communicator, out: Any, stream: Any, **asked: Any
-    ) -> np.ndarray:
-        """Make one call: plan it, unless that was done before, and run it."""
-        operands.check_communicator(comm)
-        with comm.calling(f"{cls.function}()"), comm.machine.on(stream):
-            key = _key(comm, a, b, out)
-            question = (cls, key, *asked.values())
-            step = None if key is None else _answered(comm, question)
-            if step is None:
-                step = cls._step_for(a, b, comm, out, asked)
-                if key is not None:
-                    _remember(comm.answers, question, step)
-            return step._run(a, b, out, key)
-
-    @classmethod
-    def _step_for(cls, a: Any, b: Any, comm: Communicator, out: Any, asked: dict[str, Any]) -> Any:
-        """Return the plan for a call; made by its first one."""
-        own, other = operands.shadows(comm.machine, a=a, b=b)
-        spec = cls.spec_type(own, other, comm, **asked)
-        step = comm.plans.get(spec)
-        if step is None:
-            result = _output(out, spec, own, other, comm)
-            try:
-                step = cls.__new__(cls)
-                step._set_up(spec, comm, own, other)
-            except errors.Error:
-                if out is not None and comm.closed:
-                    comm.machine.fill(result.array, np.nan)
-                raise
-            comm.plans[spec] = step
-        return step
-
-    def _plan(
-        self, a: Any, b: Any, comm: Communicator, out: Any, stream: Any, **asked: Any
-    ) -> None:
-        """Plan for operands like these, and do not call."""
-        operands.check_communicator(comm)
-        with comm.calling(f"{type(self).__name__}()"), comm.machine.on(stream):
-            own, other = operands.shadows(comm.machine, a=a, b=b)
-            spec = self.spec_type(own, other, comm, **asked)
-            _output(out, spec, own, other, comm)
-            self._set_up(spec, comm, own, other)
-
-    def _set_up(self, spec: Any, comm: Communicator, a: np.ndarray, b: np.ndarray) -> None:
+    def _set_up(self, spec: GemmSpec, comm: Communicator, a: np.ndarray, b: np.ndarray) -> None:
         self._spec, self._comm = spec, comm
         self._tile = self._choose_tile()
         self._what = self._agreed_text()
-        self._b_by_columns = operands.prefers_columns(b) is True
+        self._b_by_columns = self._prefers_columns("b", b) is True
         self._a_by_columns = self._agree(a)
         self._kernel, capacity = self._load(self._a_by_columns), 0
         if comm.machine.gpu is not None:
@@ -155,7 +114,7 @@ class GemmOperator(abc.ABC):
             )
             capacity -= comm.staging_agents
         self.plan = self._make_plan(capacity)
-        self._bind(comm.arena)
+        self._bind()
 
     # --- what an operator says --------------------------------------------------------------------
 
@@ -176,7 +135,7 @@ class GemmOperator(abc.ABC):
         """Return the struct of the plan, for an arena."""
 
     @abc.abstractmethod
-    def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
+    def _place(self, a: operands.Operand, message: Any, before: Preparation) -> operands.Operand:
         """Return a as the kernel reads it; say in the message where it is, if peers read it."""
 
     def _kernel_name(self) -> str:
@@ -216,26 +175,23 @@ class GemmOperator(abc.ABC):
         name = self._kernel_name()
         return self._comm.load(Module(compiler.kernel_source(name), defines=words).kernel(name))
 
+    def _prefers_columns(self, name: str, operand: np.ndarray) -> bool | None:
+        """Return whether the engine is to read an operand in F order; None if it may be either."""
+        if self._mapped and self._spec.options.tf32:  # there are instructions for lines along k
+            return name == "b"
+        return operands.prefers_columns(operand)
+
     @property
     def _mapped(self) -> bool:
         """Whether the engine reads operands, and stores the result, through tensor maps."""
         return self._tile.engine == "hopper"
 
-    def _bind(self, arena: Arena) -> None:
-        """Fill in the structs with the addresses that this arena gives."""
+    def _fill_in(self, arena: Arena) -> None:
         comm, structures = self._comm, structs.shared()
-        self._arena = arena
-        self._ready: dict[Any, Any] = {}
-        self._arrays: dict[str, Any] = {}  # that the kernel reads
         constants = self._constants(arena)
         params = getattr(structures, self._params_name())
         self._params = params(world=comm.world_address, plan=self._constant("plan", constants))
         self._params.message.digest = comm.digest(self._what)
-
-    def _constant(self, name: str, data: Any) -> int:
-        """Return where the kernel finds data, which stay there as long as the binding."""
-        self._arrays[name] = self._comm.machine.constant(data)
-        return self._arrays[name].address
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -243,74 +199,30 @@ class GemmOperator(abc.ABC):
         self, a: np.ndarray, b: np.ndarray, *, out: np.ndarray | None = None, stream: Any = None
     ) -> np.ndarray:
         """Return the result for operands of the planned shapes and dtypes; see the function."""
-        comm = self._comm
-        if comm is None:
-            raise ValueError("this plan is closed: make another")
-        with comm.calling(self._what), comm.machine.on(stream):
-            return self._run(a, b, out, _key(comm, a, b, out))
-
-    def _run(self, a: Any, b: Any, out: Any, key: Any) -> Any:
-        """Make a call; `key` stands for its arrays, with which it may have been made before."""
-        comm = self._comm
-        ready = self._ready.get(key) if self._arena is comm.arena else None
-        if ready is None:
-            return self._prepare_and_run(a, b, out, key)
-        comm.machine.begin()
-        comm.machine.hold(self._arrays, a, b, out)
-        comm.run(self._kernel, ready, self._what)
-        return out
-
-    def _prepare_and_run(self, a: Any, b: Any, out: Any, key: Any) -> Any:
-        comm, machine, spec = self._comm, self._comm.machine, self._spec
-        own, other = (operands.Operand(*pair, machine) for pair in (("a", a), ("b", b)))
-        spec.check(own.shadow, other.shadow)
-        result = _output(out, spec, own.shadow, other.shadow, comm)
-        machine.begin()
-        if machine.capturing and out is None:
-            raise ValueError("a call that a CUDA graph captures needs out=")
-        # A kernel steps in whole elements; what does not is copied.
-        target = operands.stepped(result, machine)
-        request, used = self._request(own, other, target)
-        machine.hold(self._arrays, used, result)
-        try:
-            comm.run(self._kernel, request, self._what)
-        finally:
-            if target is not result:
-                machine.copy(result.array, target.array)
-        if key is not None and used == (own, other, result):
-            _remember(self._ready, key, request)
-        return result.array if out is None else out
-
-    def prepare(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> tuple[Any, Any]:
-        """Return the launch struct for checked operands, and what must live until it has run."""
-        machine = self._comm.machine
-        return self._request(
-            *(operands.Operand(name, x, machine) for name, x in (("a", a), ("b", b), ("out", out)))
-        )
+        return self._call((a, b), out, stream)
 
     def _request(
-        self, a: operands.Operand, b: operands.Operand, out: operands.Operand
-    ) -> tuple[Any, Any]:
-        comm, spec = self._comm, self._spec
-        if self._arena is not comm.arena:
-            comm.machine.refuse_capture(self._what)
-            self._bind(comm.arena)
-        params = self._params
-        a = self._place(a, params.message)
-        b = self._readable("b", b, self._b_by_columns)
-        for to, operand in ((params.a, a), (params.b, b), (params.c, out)):
+        self,
+        own: Sequence[operands.Operand],
+        results: Sequence[operands.Operand],
+        before: Preparation,
+    ) -> Any:
+        machine, spec, params = self._comm.machine, self._spec, self._params
+        a = self._place(own[0], params.message, before)
+        b = self._readable(own[1], self._b_by_columns, before)
+        for to, operand in ((params.a, a), (params.b, b), (params.c, results[0])):
             to.data = operand.shadow.ctypes.data
-            to.row_stride, to.column_stride = operands.strides(operand.shadow)
+            to.row_stride, to.column_stride = operands.element_steps(operand.shadow)
         if self._mapped:
-            own, other = self._tile.boxes(spec.dtype, self._a_by_columns, self._b_by_columns)
+            first, second = self._tile.boxes(spec.dtype, self._a_by_columns, self._b_by_columns)
             for to, operand, by_columns, box in (
-                (params.a, a, self._a_by_columns, own),
-                (params.b, b, self._b_by_columns, other),
-                (params.c, out, False, (128 // out.shadow.itemsize, 64)),
+                (params.a, a, self._a_by_columns, first),
+                (params.b, b, self._b_by_columns, second),
+                (params.c, results[0], False, (128 // results[0].shadow.itemsize, 64)),
             ):
-                operands.map_lines(to, operand.shadow, by_columns, box, comm.machine)
-        request = comm.prepare(self._kernel, params, self._agents(), self.plan.shared_bytes)
-        return request, (a, b, out)
+                rounds = spec.options.tf32 and to is not params.c
+                operands.map_lines(to, operand.shadow, by_columns, box, machine, tf32=rounds)
+        return self._comm.prepare(self._kernel, params, self._agents(), self.plan.shared_bytes)
 
     def _agents(self) -> int:
         return sum(self.plan.split) + self.plan.network_agents
@@ -319,54 +231,16 @@ class GemmOperator(abc.ABC):
         """Return whether the engine takes an operand as it lies."""
         if self._mapped:
             return operands.aligned_lines(array, by_columns) is not None
-        return operands.strides(array) is not None
+        return operands.element_steps(array) is not None
 
-    def _readable(self, name: str, value: operands.Operand, by_columns: bool) -> operands.Operand:
+    def _readable(
+        self, value: operands.Operand, by_columns: bool, before: Preparation
+    ) -> operands.Operand:
         """Return an operand as the engine takes it: itself, or a copy."""
         if self._is_readable(value.shadow, by_columns):
             return value
-        machine, dtype = self._comm.machine, self._spec.dtype
+        dtype = self._spec.dtype
         lines, run = value.shadow.shape[::-1] if by_columns else value.shadow.shape
         pitch = plans.line_pitch(run, dtype) // dtype.itemsize
-        aligned = machine.empty((lines, pitch), dtype)[:, :run]
-        aligned = aligned.T if by_columns else aligned
-        machine.copy(aligned, value.array)
-        return operands.Operand(name, aligned, machine)
-
-    def close(self) -> None:
-        """Forget the plan. Local; nothing waits for it."""
-        self._arrays, self._ready, self._comm = {}, {}, None
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
-
-
-def _key(comm: Communicator, a: Any, b: Any, out: Any) -> Any:
-    """Return what stands for the arrays of a call that may be repeated; None if none can be."""
-    return None if out is None else comm.machine.key(a, b, out)
-
-
-def _answered(comm: Communicator, question: tuple[Any, ...]) -> Any:
-    """Return the plan of an earlier call that asked the same of the same arrays."""
-    try:
-        return comm.answers.get(question)
-    except TypeError:  # a list of row counts, say, has no hash: it may be another now
-        return None
-
-
-def _remember(to: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(to) == _MOST_READY:
-        to.clear()
-    with contextlib.suppress(TypeError):
-        to[key] = value
-
-
-def _output(
-    out: Any, spec: GemmSpec, a: np.ndarray, b: np.ndarray, comm: Communicator
-) -> operands.Operand:
-    """Return `out`, or a new array, for a result."""
-    inputs = ("a", a), ("b", b)
-    return operands.output(out, spec.out_shape, spec.out_dtype, inputs, comm.machine)
+        aligned = self._comm.machine.empty((lines, pitch), dtype)[:, :run]
+        return before.put_aside(value, aligned.T if by_columns else aligned)

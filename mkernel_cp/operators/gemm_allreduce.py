@@ -80,7 +80,7 @@ def gemm_allreduce(
     >>> with mk.Communicator() as comm:
     ...     gram = mk.gemm_allreduce(rows_of_a.T, rows_of_a, comm=comm)
     """
-    return GemmAllReduce.call(a, b, comm, out, stream, dtype=dtype, options=options)
+    return GemmAllReduce.call((a, b), comm, out, stream, dtype=dtype, options=options)
 
 
 class GemmAllReduce(ReductionOperator):
@@ -123,7 +123,7 @@ class GemmAllReduce(ReductionOperator):
         stream: Any = None,
         options: plans.Options | None = None,
     ):
-        self._plan(a, b, comm, out, stream, dtype=dtype, options=options)
+        self._plan((a, b), comm, out, stream, dtype=dtype, options=options)
 
     def _with_reduction(self, reduction: Any, arena: Arena) -> Any:
         return structs.shared().GemmAllReducePlan(

@@ -88,7 +88,7 @@ def gemm_reduce_scatter(
     ...     own_rows = mk.gemm_reduce_scatter(a[:, comm.rows(k)], b[comm.rows(k)], comm=comm)
     """
     return GemmReduceScatter.call(
-        a, b, comm, out, stream, row_counts=row_counts, dtype=dtype, options=options
+        (a, b), comm, out, stream, row_counts=row_counts, dtype=dtype, options=options
     )
 
 
@@ -132,4 +132,4 @@ class GemmReduceScatter(ReductionOperator):
         stream: Any = None,
         options: plans.Options | None = None,
     ):
-        self._plan(a, b, comm, out, stream, row_counts=row_counts, dtype=dtype, options=options)
+        self._plan((a, b), comm, out, stream, row_counts=row_counts, dtype=dtype, options=options)

@@ -1,10 +1,11 @@
 """`moe_combine`: add up what the experts of all ranks have made of each token."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .. import compiler, errors, structs
+from .. import compiler, structs
 from .. import plan as plans
 from ..communicator import Arena, Communicator
 from ..kernel import Module
@@ -14,6 +15,7 @@ from ..reference import accumulator_dtype
 from ..transport.network import check_chunks
 from . import operands
 from .moe_dispatch_gemm import DispatchLayout, gpu_capacity, mirror_plan
+from .operator import Operator, Preparation
 
 
 def moe_combine(
@@ -42,7 +44,7 @@ def moe_combine(
         The weight of each expert that this rank's tokens chose, in the order of ``topk_idx``. A
         weight whose id is -1 has no influence.
     layout : DispatchLayout
-        Of the call of `moe_dispatch_gemm` that has sent the tokens.
+        Of the call of `moe_dispatch_gemm` that has sent the tokens, the same on all ranks.
     comm : Communicator
     out : (T_r, N) array, optional
         Where to put the result, in any strides; must not overlap the other arrays. A call that a
@@ -66,7 +68,8 @@ def moe_combine(
     TypeError, ValueError
         If this rank's arguments are wrong; its peers raise `PeerError`.
     ArgumentMismatchError
-        On all ranks, if they do not agree on N, k, the dtypes, `max_tokens` or the options.
+        On all ranks, if they do not agree on N, k, the dtypes, `max_tokens` or the options, or
+        pass layouts of different calls.
     TimeoutError, PeerLostError
         On all ranks, if one does not take part. What was not finished of the result is NaN.
 
@@ -75,25 +78,69 @@ def moe_combine(
     >>> rows, layout = mk.moe_dispatch_gemm(x, topk_idx, w, comm=comm)
     >>> y = mk.moe_combine(np.maximum(rows, 0), topk_weight, layout, comm=comm)
     """
-    operands.check_communicator(comm)
-    with comm.calling("moe_combine()"), comm.machine.on(stream):
-        arrays = operands.shadows(comm.machine, rows=rows, topk_weight=topk_weight)
-        spec = _Spec(*arrays, layout, comm, options)
-        step = comm.plans.get(spec)
-        if step is None:
-            result = spec.output(out, arrays, comm.machine)
-            try:
-                step = MoeCombine.__new__(MoeCombine)
-                step._set_up(spec, comm)
-            except errors.Error:
-                if out is not None and comm.closed:
-                    comm.machine.fill(result.array, np.nan)
-                raise
-            comm.plans[spec] = step
-        return step(rows, topk_weight, layout, out=out)
+    return MoeCombine.call((rows, topk_weight, layout), comm, out, stream, options=options)
 
 
-class MoeCombine:
+class _Spec:
+    """What was asked for: the checked arguments, less the data and the numbers of rows."""
+
+    def __init__(self, rows, weights, layout, comm, options):
+        operands.matrix("rows", rows)
+        if not isinstance(layout, DispatchLayout):
+            raise TypeError(
+                f"layout is a {type(layout).__name__}: use what moe_dispatch_gemm has returned"
+            )
+        check_weights(weights, rows.dtype, layout.tokens, layout.slots)
+        self._comm = comm
+        self.experts = len(layout.expert_offsets) - 1
+        shape = comm.size * layout.max_tokens, rows.shape[1], self.experts, layout.slots
+        options = operands.options(options, "moe_combine", sums=True)
+        self.options = comm.tuning.fill(options, "moe_combine", rows.dtype.name, shape)
+        transfer = plans.output_dtype(rows.dtype, self.options.transfer_dtype, "transfer_dtype")
+        self.asked = Combine(
+            ranks=comm.size,
+            n=rows.shape[1],
+            slots=layout.slots,
+            dtype=rows.dtype,
+            transfer_dtype=transfer,
+            max_tokens=layout.max_tokens,
+            chunk_bytes=self.options.chunk_bytes,
+            nodes=comm.topology.sizes,
+            staged=comm.staging_agents > 0,
+        )
+        self._key = self.asked, self.experts, self.options
+
+    def check(self, rows: np.ndarray, weights: np.ndarray, layout: DispatchLayout) -> None:
+        """Refuse operands that are not as planned."""
+        asked = self.asked
+        operands.matrix("rows", rows)
+        have = rows.shape[1], rows.dtype, layout.slots, layout.max_tokens
+        have += (len(layout.expert_offsets) - 1,)
+        need = asked.n, asked.dtype, asked.slots, asked.max_tokens, self.experts
+        if have != need:
+            raise ValueError(
+                f"rows and layout have (N, dtype, k, max_tokens, experts) = {have}: this plan is "
+                f"for {need}; make another for other operands"
+            )
+        check_weights(weights, rows.dtype, layout.tokens, layout.slots)
+        layout.check_communicator("layout", self._comm)
+        if self._comm.target == "host" and int(layout.count) > len(rows):
+            raise ValueError(f"layout has {int(layout.count)} rows, but rows has {len(rows)}")
+
+    def outputs(self, out: Any, given: Sequence[Any], machine: Any) -> list[operands.Operand]:
+        """Return what the result is written into: the caller's array, or a new one."""
+        inputs = list(zip(("rows", "topk_weight"), given, strict=False))
+        shape = len(given[1]), self.asked.n
+        return [operands.output(out, shape, self.asked.dtype, inputs, machine, remedy="")]
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Spec) and self._key == other._key
+
+
+class MoeCombine(Operator):
     """`moe_combine`, planned once for N, k, `max_tokens` and dtypes, and called often.
 
     Takes the arguments of the function; making one is collective. A context manager. Calls may have
@@ -111,6 +158,9 @@ class MoeCombine:
     ...     y = combine(rows, topk_weight, layout)
     """
 
+    function = "moe_combine"
+    names = "rows", "topk_weight"
+    spec_type = _Spec
     plan: MoeCombinePlan
 
     def __init__(
@@ -124,20 +174,14 @@ class MoeCombine:
         stream: Any = None,
         options: plans.Options | None = None,
     ):
-        operands.check_communicator(comm)
-        with comm.calling("MoeCombine()"), comm.machine.on(stream):
-            arrays = operands.shadows(comm.machine, rows=rows, topk_weight=topk_weight)
-            spec = _Spec(*arrays, layout, comm, options)
-            spec.output(out, arrays, comm.machine)
-            self._set_up(spec, comm)
+        self._plan((rows, topk_weight, layout), comm, out, stream, options=options)
 
-    def _set_up(self, spec: "_Spec", comm: Communicator) -> None:
+    def _set_up(self, spec: _Spec, comm: Communicator, *_: Any) -> None:
         self._spec, self._comm, self._what = spec, comm, str(spec.asked)
         asked = spec.asked
         types = {"MK_TYPE": asked.dtype, "MK_TRANSFER_TYPE": asked.transfer_dtype}
         words: dict[str, Any] = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
         if asked.several_nodes:
-            comm.refuse_staging("moe_combine")
             words["MK_NODES"] = 1
             check_chunks(sums_chunks(asked, asked.ranks)[1], "sums", "Options(chunk_bytes=)")
         kernel = Module(compiler.kernel_source("moe_combine"), defines=words).kernel("moe_combine")
@@ -146,16 +190,14 @@ class MoeCombine:
         capacity = gpu_capacity(self._kernel, 0, spec.options, comm)
         gpu = comm.machine.gpu
         self.plan = plan_moe_combine(comm.rank, asked, spec.options, gpu, capacity)
-        self._bind(comm.arena)
+        self._bind()
 
-    def _bind(self, arena: Arena) -> None:
-        """Fill in the structs with the addresses that this arena gives."""
+    def _fill_in(self, arena: Arena) -> None:
         structures, plan, asked, comm = structs.shared(), self.plan, self._spec.asked, self._comm
-        self._arena = arena
         data = arena.data_offset_for(arena.signals)
         at = offsets_of(asked.arena_sizes())
         self._stage = Location(arena.number, data + at["weights"])
-        self._writes = comm.machine.constant(np.ones(sums_chunks(asked, asked.ranks)[1], np.uint64))
+        self._constant("writes", np.ones(sums_chunks(asked, asked.ranks)[1], np.uint64))
         constants = structures.MoeCombinePlan(
             split=structures.Split(*plan.split),
             digest=comm.digest(self._what),
@@ -163,12 +205,11 @@ class MoeCombine:
             combine=combine_plan(
                 *(asked, plan.split[1], arena, comm, at, 0),
                 mirror_plan(asked, arena),
-                *(asked.ranks, self._writes),
+                *(asked.ranks, self._arrays["writes"]),
             ),
         )
-        self._constants = comm.machine.constant(constants)
         self._params = structures.MoeCombineParams(
-            world=comm.world_address, plan=self._constants.address
+            world=comm.world_address, plan=self._constant("plan", constants)
         )
         self._params.message.digest = constants.digest
 
@@ -182,80 +223,38 @@ class MoeCombine:
         stream: Any = None,
     ) -> np.ndarray:
         """Return what `moe_combine` does, for operands like the planned ones."""
-        comm = self._comm
-        if comm is None:
-            raise ValueError("this plan is closed: make another")
-        with comm.calling(self._what), comm.machine.on(stream):
-            machine = comm.machine
-            own = [
-                operands.Operand("rows", rows, machine),
-                operands.Operand("topk_weight", topk_weight, machine),
-            ]
-            arrays = [operand.shadow for operand in own]
-            self._spec.check(*arrays, layout)
-            if comm.target == "host" and int(layout.count) > len(arrays[0]):
-                raise ValueError(
-                    f"layout has {int(layout.count)} rows, but rows has {len(arrays[0])}"
-                )
-            result = self._spec.output(out, arrays, machine)
-            machine.begin()
-            if machine.capturing and out is None:
-                raise ValueError("a call that a CUDA graph captures needs out=")
-            # A kernel steps in whole elements; what does not is copied.
-            target = operands.stepped(result, machine)
-            request, used = self._request(own, layout, target)
-            machine.hold(self._constants, self._writes, used, result)
-            try:
-                comm.run(self._kernel, request, self._what)
-            finally:
-                if target is not result:
-                    machine.copy(result.array, target.array)
-            return result.array if out is None else out
+        return self._call((rows, topk_weight, layout), out, stream)
 
-    def prepare(
-        self, rows: np.ndarray, topk_weight: np.ndarray, layout: DispatchLayout, out: np.ndarray
-    ) -> tuple[Any, Any]:
-        """Return the launch struct for checked operands, and what must live until it has run."""
-        machine = self._comm.machine
-        named = (("rows", rows), ("topk_weight", topk_weight), ("out", out))
-        *own, result = (operands.Operand(*pair, machine) for pair in named)
-        return self._request(own, layout, result)
+    @classmethod
+    def _key(cls, comm: Communicator, given: Sequence[Any], out: Any) -> Any:
+        *arrays, layout = given
+        key = super()._key(comm, arrays, out)
+        if key is None or not isinstance(layout, DispatchLayout):
+            return None
+        return key, layout, layout.tokens
 
-    def _request(
-        self, own: Any, layout: DispatchLayout, result: operands.Operand
-    ) -> tuple[Any, Any]:
-        comm, plan, machine = self._comm, self.plan, self._comm.machine
-        if self._arena is not comm.arena:
-            machine.refuse_capture(self._what)
-            self._bind(comm.arena)
-        rows, weights = operands.stepped(own[0], machine, copy=True), own[1]
-        stage(weights, self._stage, comm)
-        params = self._params
-        for to, array in ((params.rows, rows.shadow), (params.out, result.shadow)):
+    def _request(self, own: Sequence[Any], results: Sequence[Any], before: Preparation) -> Any:
+        comm, plan, params = self._comm, self.plan, self._params
+        rows, weights, layout = own
+        if operands.element_steps(rows.shadow) is None:
+            rows = before.put_aside(rows)
+        stage(weights, self._stage, comm, before)
+        for to, array in ((params.rows, rows.shadow), (params.out, results[0].shadow)):
             to.data = array.ctypes.data
-            to.row_stride, to.column_stride = operands.strides(array)
+            to.row_stride, to.column_stride = operands.element_steps(array)
         params.row_count, params.tokens = len(rows.shadow), len(weights.shadow)
         layout.put_into(params.origins)
         agents = sum(plan.split) + plan.network_agents
-        request = comm.prepare(self._kernel, params, agents, plan.shared_bytes)
-        return request, (rows, weights, layout, result)
-
-    def close(self) -> None:
-        """Forget the plan. Local; nothing waits for it."""
-        self._constants, self._writes, self._comm = None, None, None
-
-    def __enter__(self) -> "MoeCombine":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
+        return comm.prepare(self._kernel, params, agents, plan.shared_bytes)
 
 
-def stage(weights: operands.Operand, place: Location, comm: Communicator) -> None:
-    """Copy weights of tokens to where the peers read them."""
+def stage(
+    weights: operands.Operand, place: Location, comm: Communicator, before: Preparation
+) -> None:
+    """Have weights of tokens copied to where the peers read them."""
     segment, array = comm.segments[place.segment], weights.shadow
     staged = segment.bytes[place.offset :][: array.nbytes].view(array.dtype).reshape(array.shape)
-    comm.machine.copy(staged, weights.array)
+    before.stage(weights, staged)
 
 
 def sums_chunks(asked: Combine, first: int) -> tuple[int, int]:
@@ -330,58 +329,6 @@ def combine_plan(
         mirror=mirror,
         **({"nodes": node_plan()} if asked.several_nodes else {}),
     )
-
-
-class _Spec:
-    """What was asked for: the checked arguments, less the data and the numbers of rows."""
-
-    def __init__(self, rows, weights, layout, comm, options):
-        operands.matrix("rows", rows)
-        if not isinstance(layout, DispatchLayout):
-            raise TypeError(
-                f"layout is a {type(layout).__name__}: use what moe_dispatch_gemm has returned"
-            )
-        check_weights(weights, rows.dtype, layout.tokens, layout.slots)
-        self.options = operands.options(options, "moe_combine", sums=True)
-        transfer = plans.output_dtype(rows.dtype, self.options.transfer_dtype, "transfer_dtype")
-        self.asked = Combine(
-            ranks=comm.size,
-            n=rows.shape[1],
-            slots=layout.slots,
-            dtype=rows.dtype,
-            transfer_dtype=transfer,
-            max_tokens=layout.max_tokens,
-            chunk_bytes=self.options.chunk_bytes,
-            nodes=comm.topology.sizes,
-        )
-        self.experts = len(layout.expert_offsets) - 1
-        self._key = self.asked, self.experts, self.options
-
-    def check(self, rows: np.ndarray, weights: np.ndarray, layout: DispatchLayout) -> None:
-        """Refuse operands that are not as planned."""
-        asked = self.asked
-        operands.matrix("rows", rows)
-        have = rows.shape[1], rows.dtype, layout.slots, layout.max_tokens
-        have += (len(layout.expert_offsets) - 1,)
-        need = asked.n, asked.dtype, asked.slots, asked.max_tokens, self.experts
-        if have != need:
-            raise ValueError(
-                f"rows and layout have (N, dtype, k, max_tokens, experts) = {have}: this plan is "
-                f"for {need}; make another for other operands"
-            )
-        check_weights(weights, rows.dtype, layout.tokens, layout.slots)
-
-    def output(self, out: Any, arrays: Any, machine: Any) -> operands.Operand:
-        """Return what the result is written into: the caller's array, or a new one."""
-        inputs = list(zip(("rows", "topk_weight"), arrays, strict=True))
-        shape = len(arrays[1]), self.asked.n
-        return operands.output(out, shape, self.asked.dtype, inputs, machine, remedy="")
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Spec) and self._key == other._key
 
 
 def check_weights(weights: np.ndarray, dtype: np.dtype, tokens: int, slots: int) -> None:

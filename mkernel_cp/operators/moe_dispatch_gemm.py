@@ -20,10 +20,12 @@ from ..moe_plan import (
     offsets_of,
     plan_moe_dispatch_gemm,
     shared_bytes,
+    takes_fast_engine,
 )
 from ..reference import array_split_counts
 from ..transport.network import check_chunks
 from . import operands
+from .operator import Operator, Preparation
 
 _IDS = (np.dtype(np.int32), np.dtype(np.int64))
 
@@ -109,21 +111,17 @@ def moe_dispatch_gemm(
     ...     rows, layout = mk.moe_dispatch_gemm(x, topk_idx, w, comm=comm)
     ...     rows = layout.trim(rows)
     """
-    operands.check_communicator(comm)
-    with comm.calling("moe_dispatch_gemm()"), comm.machine.on(stream):
-        arrays = operands.shadows(comm.machine, x=x, topk_idx=topk_idx, w=w)
-        spec = _Spec(*arrays, comm, num_experts, max_tokens, capacity, dtype, options)
-        step = comm.plans.get(spec)
-        if step is None:
-            try:
-                step = MoeDispatchGemm.__new__(MoeDispatchGemm)
-                step._set_up(spec, comm, len(arrays[0]), arrays[2])
-            except errors.Error:
-                if out is not None and comm.closed:
-                    _leave_nothing(out, comm)
-                raise
-            comm.plans[spec] = step
-        return step(x, topk_idx, w, out=out)
+    return MoeDispatchGemm.call(
+        (x, topk_idx, w),
+        comm,
+        out,
+        stream,
+        num_experts=num_experts,
+        max_tokens=max_tokens,
+        capacity=capacity,
+        dtype=dtype,
+        options=options,
+    )
 
 
 class DispatchLayout:
@@ -145,6 +143,7 @@ class DispatchLayout:
 
     def __init__(self, plan: MoeDispatchGemmPlan, machine: Any):
         self._machine = machine
+        self._dispatch = machine.empty((1,), np.dtype(np.uint64))  # which call has filled it in
         self.tokens, self.max_tokens, self.slots = 0, plan.max_tokens, plan.slots
         self.expert_offsets = machine.empty((plan.experts + 1,), np.dtype(np.int64))
         self.source_rank, self.source_token, self.source_slot = (
@@ -171,215 +170,22 @@ class DispatchLayout:
         """Fill in a struct ``RowOrigins``, by which kernels find the arrays."""
         for name in ("expert_offsets", "source_rank", "source_token", "source_slot"):
             setattr(origins, name, self._machine.shadow(getattr(self, name)).ctypes.data)
+        origins.dispatch = self._machine.shadow(self._dispatch).ctypes.data
+
+    def check_communicator(self, name: str, comm: Communicator) -> None:
+        """Raise ValueError unless it is of calls on this communicator."""
+        if self._machine is not comm.machine:
+            raise ValueError(
+                f"{name} is of another communicator: use what moe_dispatch_gemm has returned on "
+                "this one"
+            )
 
     def _clear(self) -> None:
         """Say that there are no rows."""
+        self._machine.zero(self._dispatch)
         self._machine.zero(self.expert_offsets)
         for array in (self.source_rank, self.source_token, self.source_slot):
             self._machine.fill(array, -1)
-
-
-class MoeDispatchGemm:
-    """`moe_dispatch_gemm`, planned once for H, I, k, experts and dtypes, and called often.
-
-    Takes the arguments of the function; making one is collective. A context manager. Calls may
-    have other numbers of tokens, up to `max_tokens`.
-
-    Attributes
-    ----------
-    plan : MoeDispatchGemmPlan
-
-    Examples
-    --------
-    >>> step = mk.MoeDispatchGemm(x, topk_idx, w, comm=comm, max_tokens=4096, capacity=20000)
-    >>> for x, topk_idx in batches:
-    ...     rows, layout = step(x, topk_idx, w)
-    """
-
-    plan: MoeDispatchGemmPlan
-
-    def __init__(
-        self,
-        x: np.ndarray,
-        topk_idx: np.ndarray,
-        w: np.ndarray,
-        *,
-        comm: Communicator,
-        num_experts: int | None = None,
-        max_tokens: int | None = None,
-        capacity: int | None = None,
-        out: Any = None,
-        dtype: Any = None,
-        stream: Any = None,
-        options: plans.Options | None = None,
-    ):
-        operands.check_communicator(comm)
-        with comm.calling("MoeDispatchGemm()"), comm.machine.on(stream):
-            arrays = operands.shadows(comm.machine, x=x, topk_idx=topk_idx, w=w)
-            spec = _Spec(*arrays, comm, num_experts, max_tokens, capacity, dtype, options)
-            self._set_up(spec, comm, len(arrays[0]), arrays[2])
-            if out is not None:
-                self._outputs(out, arrays)
-
-    def _set_up(self, spec: "_Spec", comm: Communicator, tokens: int, w: np.ndarray) -> None:
-        self._spec, self._comm = spec, comm
-        asked = spec.asked
-        if asked.max_tokens is None:
-            most = max(comm.agreement(str(asked), None, lambda: tokens))
-            asked = dataclasses.replace(asked, max_tokens=most)
-        self._dispatch, self._what = asked, str(asked)
-        tile = dispatch_tile(comm.rank, asked, spec.options, comm.machine.gpu)
-        self._reading = Reading(tile, asked.dtype, (w,))
-        words = {**plans.type_defines(asked.dtype, asked.out_dtype), **self._reading.defines()}
-        if asked.several_nodes:
-            comm.refuse_staging("moe_dispatch_gemm")
-            words["MK_NODES"] = 1
-            check_chunks(asked.ranks * asked.parts, "tokens", "Options(chunk_bytes=)")
-        module = Module(compiler.kernel_source("moe_dispatch_gemm"), defines=words)
-        kernel = module.kernel("moe_dispatch_gemm")
-
-        def compile_and_check() -> None:
-            comm.load(kernel)
-            check_room(asked, asked.n, comm)
-
-        comm.agreement(self._what, asked.need, compile_and_check)
-        self._kernel = comm.load(kernel)
-        room = shared_bytes(asked, tile, asked.out_dtype)
-        capacity = gpu_capacity(self._kernel, room, spec.options, comm)
-        self.plan = plan_moe_dispatch_gemm(comm.rank, asked, tile, spec.options, capacity)
-        self._counts = counts_of(asked, sum(self.plan.split) + self.plan.network_agents, comm)
-        self._bind(comm.arena)
-
-    def _bind(self, arena: Arena) -> None:
-        """Fill in the structs with the addresses that this arena gives."""
-        structures, plan, agreed, comm = structs.shared(), self.plan, self._dispatch, self._comm
-        self._arena = arena
-        constant = comm.machine.constant
-        self._arrays = {
-            "capacity": constant(np.array(agreed.capacities, np.int64)),
-            "whole": constant(np.array([0, plan.capacity], np.int64)),
-        }
-        self._stage = stage_of_tokens(agreed, arena, comm)
-        routing, landing = routing_plans(
-            agreed, self._arrays["capacity"], self._counts, arena, comm
-        )
-        constants = structures.MoeDispatchGemmPlan(
-            split=structures.Split(*plan.split),
-            digest=comm.digest(self._what),
-            experts=plan.experts,
-            h=agreed.h,
-            n=agreed.n,
-            tile=structures.TileShape(*plan.tile),
-            whole=self._arrays["whole"].address,
-            routing=routing,
-            landing=landing,
-            nodes=node_dispatch_plan(agreed, self._arrays, arena, comm),
-        )
-        self._constants = constant(constants)
-        self._params = structures.MoeDispatchGemmParams(
-            world=comm.world_address,
-            plan=self._constants.address,
-        )
-        self._params.message.digest = constants.digest
-
-    def __call__(
-        self,
-        x: np.ndarray,
-        topk_idx: np.ndarray,
-        w: np.ndarray,
-        *,
-        out: Any = None,
-        stream: Any = None,
-    ) -> tuple[np.ndarray, DispatchLayout]:
-        """Return what `moe_dispatch_gemm` does, for operands like the planned ones."""
-        comm = self._comm
-        if comm is None:
-            raise ValueError("this plan is closed: make another")
-        with comm.calling(self._what), comm.machine.on(stream):
-            machine = comm.machine
-            own = self._operands(x, topk_idx, w)
-            self._spec.check(*(operand.shadow for operand in own))
-            rows, layout = self._outputs(out, [operand.shadow for operand in own])
-            machine.begin()
-            if machine.capturing and (out is None or out[1] is None):
-                raise ValueError("a call that a CUDA graph captures needs out=(rows, layout)")
-            # A kernel steps in whole elements; what does not is copied.
-            target = operands.stepped(rows, machine, copy=True)
-            request, used = self._request(own, target, layout)
-            machine.hold(self._arrays, self._constants, self._counts, used, rows, layout)
-            try:
-                comm.run(self._kernel, request, self._what)
-            except errors.Error:
-                layout._clear()
-                raise
-            finally:
-                if target is not rows:
-                    machine.copy(rows.array, target.array)
-            layout.tokens = len(own[0].shadow)
-            return rows.array if out is None else out[0], layout
-
-    def prepare(
-        self, x: np.ndarray, topk_idx: np.ndarray, w: np.ndarray, out: Any
-    ) -> tuple[Any, Any]:
-        """Return the launch struct for checked operands, and what must live until it has run."""
-        own = self._operands(x, topk_idx, w)
-        return self._request(own, *self._outputs(out, [operand.shadow for operand in own]))
-
-    def _operands(self, *arrays: Any) -> tuple[operands.Operand, ...]:
-        machine = self._comm.machine
-        return tuple(
-            operands.Operand(name, array, machine)
-            for name, array in zip(("x", "topk_idx", "w"), arrays, strict=True)
-        )
-
-    def _outputs(
-        self, out: Any, arrays: Sequence[np.ndarray]
-    ) -> tuple[operands.Operand, DispatchLayout]:
-        """Return what the result is written into: the caller's arrays, or new ones."""
-        plan, machine = self.plan, self._comm.machine
-        rows, layout = (None, None) if out is None else _pair(out)
-        inputs = list(zip(("x", "topk_idx", "w"), arrays, strict=True))
-        shape = plan.capacity, plan.n
-        result = operands.output(rows, shape, plan.out_dtype, inputs, machine, "out[0]")
-        if layout is None:
-            return result, DispatchLayout(plan, machine)
-        have = len(layout.expert_offsets) - 1, len(layout.source_rank)
-        have += layout.max_tokens, layout.slots
-        need = plan.experts, plan.capacity, plan.max_tokens, plan.slots
-        if have != need:
-            raise ValueError(
-                f"out[1] is for (experts, rows, max_tokens, k) = {have}: the result has {need}"
-            )
-        return result, layout
-
-    def _request(self, own: Any, rows: operands.Operand, layout: DispatchLayout) -> tuple[Any, Any]:
-        comm, plan, machine = self._comm, self.plan, self._comm.machine
-        if self._arena is not comm.arena:
-            machine.refuse_capture(self._what)
-            self._bind(comm.arena)
-        params = self._params
-        x = put_tokens(params, own[0], self._dispatch, self._stage, comm, self._reading.alignment)
-        ids = put_choice(params.choice, own[1], machine)
-        w, params.w_stride = self._reading.put(params.w, own[2], machine)
-        params.rows.data = rows.shadow.ctypes.data
-        params.rows.row_stride, params.rows.column_stride = operands.strides(rows.shadow)
-        if self._reading.mapped:
-            box = 128 // rows.shadow.itemsize, 64
-            operands.map_lines(params.rows, rows.shadow, False, box, machine)
-        layout.put_into(params.origins)
-        agents = sum(plan.split) + plan.network_agents
-        request = comm.prepare(self._kernel, params, agents, plan.shared_bytes)
-        return request, (x, ids, w, rows, layout)
-
-    def close(self) -> None:
-        """Forget the plan. Local; nothing waits for it."""
-        self._arrays, self._constants, self._counts, self._comm = {}, None, None, None
-
-    def __enter__(self) -> "MoeDispatchGemm":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
 
 
 class _Spec:
@@ -410,6 +216,7 @@ class _Spec:
             capacity=whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
             nodes=comm.topology.sizes,
+            staged=comm.staging_agents > 0,
         )
         self._shape = w.shape
         self._key = self.asked, self.options
@@ -432,11 +239,201 @@ class _Spec:
                 f"topk_idx has shape {ids.shape}: this plan is for {asked.slots} experts a token"
             )
 
+    def outputs(self, out: Any, shadows: Sequence[np.ndarray], machine: Any) -> list[Any]:
+        """Return the arrays of the caller; the plan says what is needed."""
+        if out is None:
+            return []
+        rows, layout = _pair(out)
+        return [operands.Operand("out[0]", rows, machine), *([] if layout is None else [layout])]
+
     def __hash__(self) -> int:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Spec) and self._key == other._key
+
+
+class MoeDispatchGemm(Operator):
+    """`moe_dispatch_gemm`, planned once for H, I, k, experts and dtypes, and called often.
+
+    Takes the arguments of the function; making one is collective. A context manager. Calls may
+    have other numbers of tokens, up to `max_tokens`.
+
+    Attributes
+    ----------
+    plan : MoeDispatchGemmPlan
+
+    Examples
+    --------
+    >>> step = mk.MoeDispatchGemm(x, topk_idx, w, comm=comm, max_tokens=4096, capacity=20000)
+    >>> for x, topk_idx in batches:
+    ...     rows, layout = step(x, topk_idx, w)
+    """
+
+    function = "moe_dispatch_gemm"
+    names = "x", "topk_idx", "w"
+    spec_type = _Spec
+    plan: MoeDispatchGemmPlan
+
+    def __init__(
+        self,
+        x: np.ndarray,
+        topk_idx: np.ndarray,
+        w: np.ndarray,
+        *,
+        comm: Communicator,
+        num_experts: int | None = None,
+        max_tokens: int | None = None,
+        capacity: int | None = None,
+        out: Any = None,
+        dtype: Any = None,
+        stream: Any = None,
+        options: plans.Options | None = None,
+    ):
+        self._plan(
+            (x, topk_idx, w),
+            comm,
+            out,
+            stream,
+            num_experts=num_experts,
+            max_tokens=max_tokens,
+            capacity=capacity,
+            dtype=dtype,
+            options=options,
+        )
+
+    def _set_up(
+        self, spec: _Spec, comm: Communicator, x: np.ndarray, ids: np.ndarray, w: np.ndarray
+    ) -> None:
+        self._spec, self._comm = spec, comm
+        asked, tokens = spec.asked, len(x)
+        if asked.max_tokens is None:
+            most = max(comm.agreement(str(asked), None, lambda: tokens))
+            asked = dataclasses.replace(asked, max_tokens=most)
+        options = measured(spec.options, "moe_dispatch_gemm", asked, asked.products, comm)
+        asked = dataclasses.replace(asked, chunk_bytes=options.chunk_bytes)
+        self._dispatch, self._what = asked, str(asked)
+        tile = dispatch_tile(comm.rank, asked, options, comm.machine.gpu)
+        self._reading = Reading(tile, asked.dtype, (w,))
+        words = {**plans.type_defines(asked.dtype, asked.out_dtype), **self._reading.defines()}
+        if asked.several_nodes:
+            words["MK_NODES"] = 1
+            check_chunks(asked.ranks * asked.parts, "tokens", "Options(chunk_bytes=)")
+        module = Module(compiler.kernel_source("moe_dispatch_gemm"), defines=words)
+        kernel = module.kernel("moe_dispatch_gemm")
+
+        def compile_and_check() -> None:
+            comm.load(kernel)
+            check_room(asked, asked.n, comm)
+
+        comm.agreement(self._what, asked.need, compile_and_check)
+        self._kernel = comm.load(kernel)
+        room = shared_bytes(asked, tile, asked.out_dtype)
+        capacity = gpu_capacity(self._kernel, room, options, comm)
+        self.plan = plan_moe_dispatch_gemm(comm.rank, asked, tile, options, capacity)
+        self._counts = counts_of(asked, sum(self.plan.split) + self.plan.network_agents, comm)
+        self._bind()
+
+    def _fill_in(self, arena: Arena) -> None:
+        structures, plan, agreed, comm = structs.shared(), self.plan, self._dispatch, self._comm
+        self._arrays["counts"] = self._counts
+        self._constant("capacity", np.array(agreed.capacities, np.int64))
+        self._stage = stage_of_tokens(agreed, arena, comm)
+        routing, landing = routing_plans(
+            agreed, self._arrays["capacity"], self._counts, arena, comm
+        )
+        constants = structures.MoeDispatchGemmPlan(
+            split=structures.Split(*plan.split),
+            digest=comm.digest(self._what),
+            experts=plan.experts,
+            h=agreed.h,
+            n=agreed.n,
+            tile=structures.TileShape(*plan.tile),
+            whole=self._constant("whole", np.array([0, plan.capacity], np.int64)),
+            routing=routing,
+            landing=landing,
+            nodes=node_dispatch_plan(agreed, self._arrays, arena, comm),
+        )
+        self._params = structures.MoeDispatchGemmParams(
+            world=comm.world_address, plan=self._constant("plan", constants)
+        )
+        self._params.message.digest = constants.digest
+
+    def __call__(
+        self,
+        x: np.ndarray,
+        topk_idx: np.ndarray,
+        w: np.ndarray,
+        *,
+        out: Any = None,
+        stream: Any = None,
+    ) -> tuple[np.ndarray, DispatchLayout]:
+        """Return what `moe_dispatch_gemm` does, for operands like the planned ones."""
+        return self._call((x, topk_idx, w), out, stream)
+
+    @classmethod
+    def _key(cls, comm: Communicator, given: Sequence[Any], out: Any) -> Any:
+        rows, layout = (None, None) if out is None else _pair(out)
+        arrays = super()._key(comm, given, rows)
+        return None if arrays is None or layout is None else (arrays, layout)
+
+    def _outputs(self, out: Any, shadows: Sequence[np.ndarray]) -> list[Any]:
+        plan, machine = self.plan, self._comm.machine
+        rows, layout = (None, None) if out is None else _pair(out)
+        inputs = list(zip(self.names, shadows, strict=True))
+        shape = plan.capacity, plan.n
+        result = operands.output(rows, shape, plan.out_dtype, inputs, machine, "out[0]")
+        if layout is None:
+            return [result, DispatchLayout(plan, machine)]
+        layout.check_communicator("out[1]", self._comm)
+        have = len(layout.expert_offsets) - 1, len(layout.source_rank)
+        have += layout.max_tokens, layout.slots
+        need = plan.experts, plan.capacity, plan.max_tokens, plan.slots
+        if have != need:
+            raise ValueError(
+                f"out[1] is for (experts, rows, max_tokens, k) = {have}: the result has {need}"
+            )
+        return [result, layout]
+
+    def _check_captured(self, out: Any) -> None:
+        if out is None or out[1] is None:
+            raise ValueError("a call that a CUDA graph captures needs out=(rows, layout)")
+
+    def _request(self, own: Sequence[Any], results: Sequence[Any], before: Preparation) -> Any:
+        comm, plan, machine, params = self._comm, self.plan, self._comm.machine, self._params
+        rows, layout = results
+        alignment = self._reading.alignment
+        put_tokens(params, own[0], self._dispatch, self._stage, comm, alignment, before)
+        put_choice(params.choice, own[1], machine, before)
+        params.w_stride = self._reading.put(params.w, own[2], machine, before)
+        params.rows.data = rows.shadow.ctypes.data
+        params.rows.row_stride, params.rows.column_stride = operands.element_steps(rows.shadow)
+        if self._reading.mapped:
+            box = 128 // rows.shadow.itemsize, 64
+            operands.map_lines(params.rows, rows.shadow, False, box, machine)
+        layout.put_into(params.origins)
+        agents = sum(plan.split) + plan.network_agents
+        return comm.prepare(self._kernel, params, agents, plan.shared_bytes)
+
+    def _launch(
+        self, request: Any, before: Preparation, arrays: dict[str, Any], results: Any
+    ) -> None:
+        layout = results[1]
+        try:
+            super()._launch(request, before, arrays, results)
+        except errors.Error:
+            layout._clear()
+            raise
+        layout.tokens = len(arrays["x"])
+
+    def _returned(self, out: Any, results: Sequence[Any]) -> tuple[Any, DispatchLayout]:
+        return (results[0].array if out is None else out[0]), results[1]
+
+    @classmethod
+    def _leave_nothing(cls, results: Sequence[Any], machine: Any) -> None:
+        super()._leave_nothing(results[:1], machine)
+        for layout in results[1:]:
+            layout._clear()
 
 
 def check_ids(ids: np.ndarray, tokens: int) -> None:
@@ -474,6 +471,21 @@ def whole_number(name: str, value: Any) -> int | None:
     return value
 
 
+def measured(
+    options: plans.Options,
+    operator: str,
+    agreed: Dispatch,
+    products: Sequence[tuple[int, int]],
+    comm: Communicator,
+) -> plans.Options:
+    """Return options with what was measured to be fastest, where the caller chooses nothing."""
+    shape = comm.size * agreed.max_tokens, agreed.h, agreed.n, agreed.experts, agreed.slots
+    found, gpu = comm.tuning.fill(options, operator, agreed.dtype.name, shape), comm.machine.gpu
+    if gpu is not None and not takes_fast_engine(agreed.dtype, products, gpu):
+        found = dataclasses.replace(found, tile=options.tile)  # measured are those of that engine
+    return found
+
+
 def check_room(agreed: Dispatch, columns: int, comm: Communicator) -> None:
     """Raise ValueError if rows that nobody has asked for would take too much memory."""
     if agreed.capacity is not None:
@@ -495,8 +507,13 @@ def stage_of_tokens(agreed: Dispatch, arena: Arena, comm: Communicator) -> Locat
 
 
 def gpu_capacity(kernel: Any, nbytes: int, options: plans.Options, comm: Communicator) -> int:
-    """Return how many agents with so much scratch memory a GPU runs at a time; 0 without one."""
-    return kernel.capacity(nbytes, options.sm_budget) if comm.machine.gpu is not None else 0
+    """Return how many agents of a plan, with so much scratch memory, a GPU runs at a time.
+
+    0 without a GPU.
+    """
+    if comm.machine.gpu is None:
+        return 0
+    return kernel.capacity(nbytes, options.sm_budget) - comm.staging_agents
 
 
 def counts_of(agreed: Dispatch, agents: int, comm: Communicator) -> Any:
@@ -598,8 +615,9 @@ def put_tokens(
     stage: Location,
     comm: Communicator,
     alignment: int,
-) -> operands.Operand:
-    """Say in a launch struct where a rank's tokens are, for itself and the peers; return them.
+    before: Preparation,
+) -> None:
+    """Say in a launch struct where a rank's tokens are, for itself and the peers.
 
     `alignment`: bytes at a multiple of which each is to begin.
     """
@@ -614,21 +632,19 @@ def put_tokens(
         pitch, segment = agreed.pitch, comm.segments[stage.segment]
         staged = segment.bytes[stage.offset :][: len(rows) * pitch].view(rows.dtype)
         staged = staged.reshape(len(rows), pitch // rows.itemsize)[:, : agreed.h]
-        comm.machine.copy(staged, x.array)
-        tokens = operands.Operand("x", staged, comm.machine)
+        tokens = before.stage(x, staged)
     message = params.message
     message.operand.segment, message.operand.offset = place.segment, place.offset
     message.operand_pitch, params.tokens = pitch, len(rows)
     params.x.data, params.x.row_stride = tokens.shadow.ctypes.data, pitch // rows.itemsize
-    return tokens
 
 
-def put_choice(to: Any, ids: operands.Operand, machine: Any) -> operands.Operand:
-    """Fill in a struct ``TokenChoice``; return the ids that it points to."""
-    ids = operands.stepped(ids, machine, copy=True)
+def put_choice(to: Any, ids: operands.Operand, machine: Any, before: Preparation) -> None:
+    """Fill in a struct ``TokenChoice``."""
+    if operands.element_steps(ids.shadow) is None:
+        ids = before.put_aside(ids, machine.empty(ids.shadow.shape, _IDS[1]))
     to.ids, to.wide = ids.shadow.ctypes.data, ids.shadow.dtype == _IDS[1]
-    to.row_stride, to.column_stride = operands.strides(ids.shadow)
-    return ids
+    to.row_stride, to.column_stride = operands.element_steps(ids.shadow)
 
 
 class Reading:
@@ -660,24 +676,24 @@ class Reading:
         return plans.kernel_defines({}, self._tile, self._dtype, b_by_columns=self._by_columns)
 
     def put(
-        self, to: Any, w: operands.Operand, machine: Any, sides: int = 1
-    ) -> tuple[operands.Operand, int]:
-        """Fill in the ``Matrix`` of the first expert; return all, and the bytes to the next.
+        self, to: Any, w: operands.Operand, machine: Any, before: Preparation, sides: int = 1
+    ) -> int:
+        """Fill in the ``Matrix`` of the first expert; return the bytes to the next.
 
         `sides`: in how many places the columns of a tile are.
         """
         if self._steps(w.shadow) is None:
-            w = self._copy(w, machine)
+            w = before.put_aside(w, self._like(w.shadow, machine))
         to.data = w.shadow.ctypes.data
         if not self.mapped:
             stride, to.row_stride, to.column_stride = self._steps(w.shadow)
-            return w, stride * self._dtype.itemsize
+            return stride * self._dtype.itemsize
         extents, pitches = self._steps(w.shadow)
         box = *self._tile.boxes(self._dtype, False, self._by_columns, sides)[1], 1
         to.mapped = int(w.shadow.size > 0)
         if to.mapped:
             to.map.opaque[:] = machine.tensor_map(to.data, self._dtype, extents, pitches, box)
-        return w, pitches[1]
+        return pitches[1]
 
     def map_rows(self, to: Any, rows: np.ndarray, machine: Any) -> None:
         """Give a ``Matrix`` of rows that are multiplied a tensor map, if the engine wants one."""
@@ -687,17 +703,18 @@ class Reading:
 
     def _steps(self, w: np.ndarray) -> Any:
         """Return how the engine steps through weights; None if it cannot."""
-        return operands.aligned_stack(w, self._by_columns) if self.mapped else operands.strides(w)
+        if self.mapped:
+            return operands.aligned_stack(w, self._by_columns)
+        return operands.element_steps(w)
 
-    def _copy(self, w: operands.Operand, machine: Any) -> operands.Operand:
-        count, lines, run = w.shadow.shape
+    def _like(self, w: np.ndarray, machine: Any) -> Any:
+        """Return new memory for weights, as the engine steps through them."""
+        count, lines, run = w.shape
         if self._by_columns:
             lines, run = run, lines
         pitch = plans.line_pitch(run, self._dtype) // self._dtype.itemsize
-        copy = machine.empty((count, lines, pitch), self._dtype)[..., :run]
-        copy = operands.Operand("w", copy.swapaxes(1, 2) if self._by_columns else copy, machine)
-        machine.copy(copy.array, w.array)
-        return copy
+        like = machine.empty((count, lines, pitch), self._dtype)[..., :run]
+        return like.swapaxes(1, 2) if self._by_columns else like
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
@@ -706,11 +723,3 @@ def _pair(out: Any) -> tuple[Any, Any]:
     if out[1] is not None and not isinstance(out[1], DispatchLayout):
         raise TypeError(f"out[1] is a {type(out[1]).__name__}: use a DispatchLayout, or None")
     return out[0], out[1]
-
-
-def _leave_nothing(out: Any, comm: Communicator) -> None:
-    """Mark the result of a call that could not be made."""
-    rows, layout = _pair(out)
-    comm.machine.fill(operands.Operand("out[0]", rows, comm.machine).array, np.nan)
-    if layout is not None:
-        layout._clear()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import compiler, errors, structs
+from .. import compiler, structs
 from .. import plan as plans
 from ..communicator import Arena, Communicator
 from ..kernel import Module
@@ -32,6 +32,7 @@ from .moe_dispatch_gemm import (
     counts_of,
     experts_of_all,
     gpu_capacity,
+    measured,
     node_dispatch_plan,
     put_choice,
     put_tokens,
@@ -39,6 +40,7 @@ from .moe_dispatch_gemm import (
     stage_of_tokens,
     whole_number,
 )
+from .operator import Operator, Preparation
 
 _NAMES = ("x", "topk_idx", "topk_weight", "w1", "w2")
 
@@ -123,265 +125,17 @@ def moe_layer(
     >>> with mk.Communicator() as comm:
     ...     y = mk.moe_layer(x, topk_idx, topk_weight, w1, w2, comm=comm)
     """
-    operands.check_communicator(comm)
-    with comm.calling("moe_layer()"), comm.machine.on(stream):
-        given = (x, topk_idx, topk_weight, w1, w2)
-        arrays = operands.shadows(comm.machine, **dict(zip(_NAMES, given, strict=True)))
-        asked = (activation, num_experts, max_tokens, capacity, options)
-        spec = _Spec(*arrays, comm, *asked)
-        step = comm.plans.get(spec)
-        if step is None:
-            result = spec.output(out, arrays, comm.machine)
-            try:
-                step = MoeLayer.__new__(MoeLayer)
-                step._set_up(spec, comm, arrays)
-            except errors.Error:
-                if out is not None and comm.closed:
-                    comm.machine.fill(result.array, np.nan)
-                raise
-            comm.plans[spec] = step
-        return step(*given, out=out)
-
-
-class MoeLayer:
-    """`moe_layer`, planned once for H, I, N, k, experts and dtypes, and called often.
-
-    Takes the arguments of the function; making one is collective. A context manager. Calls may
-    have other numbers of tokens, up to `max_tokens`.
-
-    Attributes
-    ----------
-    plan : MoeLayerPlan
-
-    Examples
-    --------
-    >>> layer = mk.MoeLayer(x, topk_idx, topk_weight, w1, w2, comm=comm, max_tokens=4096)
-    >>> for x, topk_idx, topk_weight in batches:
-    ...     y = layer(x, topk_idx, topk_weight, w1, w2)
-    """
-
-    plan: MoeLayerPlan
-
-    def __init__(
-        self,
-        x: np.ndarray,
-        topk_idx: np.ndarray,
-        topk_weight: np.ndarray,
-        w1: np.ndarray,
-        w2: np.ndarray,
-        *,
-        comm: Communicator,
-        activation: str | None = "swiglu",
-        num_experts: int | None = None,
-        max_tokens: int | None = None,
-        capacity: int | None = None,
-        out: np.ndarray | None = None,
-        stream: Any = None,
-        options: plans.Options | None = None,
-    ):
-        operands.check_communicator(comm)
-        with comm.calling("MoeLayer()"), comm.machine.on(stream):
-            given = (x, topk_idx, topk_weight, w1, w2)
-            arrays = operands.shadows(comm.machine, **dict(zip(_NAMES, given, strict=True)))
-            asked = (activation, num_experts, max_tokens, capacity, options)
-            spec = _Spec(*arrays, comm, *asked)
-            spec.output(out, arrays, comm.machine)
-            self._set_up(spec, comm, arrays)
-
-    def _set_up(self, spec: "_Spec", comm: Communicator, arrays: Sequence[np.ndarray]) -> None:
-        self._spec, self._comm = spec, comm
-        asked, tokens = spec.asked, len(arrays[0])
-        if asked.max_tokens is None:
-            most = max(comm.agreement(str(asked), None, lambda: tokens))
-            asked = dataclasses.replace(asked, max_tokens=most)
-        self._layer, self._what = asked, str(asked)
-        tile = layer_tile(comm.rank, asked, spec.options, comm.machine.gpu)
-        self._reading = Reading(tile, asked.dtype, arrays[3:])
-        self._sides = 2 if pairs_columns(asked, tile) else 1
-        words = {
-            "MK_TYPE": plans.cpp_type(asked.dtype),
-            "MK_TRANSFER_TYPE": plans.cpp_type(asked.transfer_dtype),
-            "MK_ACTIVATION": asked.activation or "none",
-            **self._reading.defines(),
-        }
-        if asked.dispatch.several_nodes:
-            self._comm.refuse_staging("moe_layer")
-            words["MK_NODES"] = 1
-            chunks = sums_chunks(asked.combine, self._chunks())[1]
-            check_chunks(chunks, "tokens and sums", "Options(chunk_bytes=)")
-        kernel = Module(compiler.kernel_source("moe_layer"), defines=words).kernel("moe_layer")
-
-        def compile_and_check() -> None:
-            comm.load(kernel)
-            check_room(asked.dispatch, asked.inner + asked.n, comm)
-
-        comm.agreement(self._what, asked.need, compile_and_check)
-        self._kernel = comm.load(kernel)
-        staged = accumulator_dtype(asked.dtype)
-        room = shared_bytes(asked.dispatch, tile, staged)
-        capacity = gpu_capacity(self._kernel, room, spec.options, comm)
-        self.plan = plan_moe_layer(comm.rank, asked, tile, spec.options, capacity)
-        self._make_room()
-        self._bind(comm.arena)
-
-    def _chunks(self) -> int:
-        """Return in how many chunks tokens may come over the network."""
-        return self._layer.ranks * self._layer.dispatch.parts
-
-    def _make_room(self) -> None:
-        """Have memory for what is between the products, and for the rows that experts make."""
-        plan, machine = self.plan, self._comm.machine
-        rows, columns, _ = plan.tile
-        in_turn = plan.layer.gated and self._sides == 1
-        stash = (plan.split[1], rows, columns) if in_turn else (0,)
-        self._room = {
-            "hidden": machine.empty((plan.capacity, plan.inner), plan.dtype),
-            "made": machine.empty((plan.capacity, plan.n), plan.dtype),
-            "stash": machine.empty(stash, accumulator_dtype(plan.dtype)),
-            "expert_offsets": machine.empty((plan.experts + 1,), np.dtype(np.int64)),
-            "finished": machine.empty((plan.parts,), np.dtype(np.uint64)),
-            "counts": counts_of(
-                self._layer.dispatch, sum(plan.split) + plan.network_agents, self._comm
-            ),
-        }
-        machine.zero(self._room["finished"])
-
-    def _bind(self, arena: Arena) -> None:
-        """Fill in the structs with the addresses that this arena gives."""
-        structures, plan, asked, comm = structs.shared(), self.plan, self._layer, self._comm
-        self._arena = arena
-        constant, shadow = comm.machine.constant, comm.machine.shadow
-        at, words = offsets_of(asked.arena_sizes()), offsets_of(asked.signal_sizes(), 1)
-        data = arena.data_offset_for(arena.signals)
-        self._stage = stage_of_tokens(asked.dispatch, arena, comm)
-        self._stage_of_weights = Location(arena.number, data + at["weights"])
-        room = {name: shadow(array).ctypes.data for name, array in self._room.items()}
-        hidden, made = (
-            structures.Matrix(data=room[name], row_stride=columns, column_stride=1)
-            for name, columns in (("hidden", plan.inner), ("made", plan.n))
-        )
-        self._reading.map_rows(hidden, shadow(self._room["hidden"]), comm.machine)
-        self._arrays = {
-            "capacity": constant(np.array(asked.dispatch.capacities, np.int64)),
-            "hidden": constant(hidden),
-            "made": constant(made),
-        }
-        routing, landing = routing_plans(
-            asked.dispatch, self._arrays["capacity"], self._room["counts"], arena, comm
-        )
-        constants = structures.MoeLayerPlan(
-            split=structures.Split(*plan.split),
-            digest=comm.digest(self._what),
-            experts=plan.experts,
-            h=asked.h,
-            inner=asked.inner,
-            n=asked.n,
-            tile=structures.TileShape(*plan.tile),
-            part_rows=plan.part[0],
-            part_columns=plan.part[1],
-            capacity=plan.capacity,
-            hidden=self._arrays["hidden"].address,
-            made=self._arrays["made"].address,
-            routing=routing,
-            landing=landing,
-            nodes=node_dispatch_plan(
-                *(asked.dispatch, self._arrays, arena, comm),
-                more=len(asked.nodes or ()) * asked.combine.chunks,
-            ),
-            combine=combine_plan(
-                *(asked.combine, plan.split[1], arena, comm, at, words["computed"]),
-                *(routing.mirror, self._chunks(), self._arrays.get("writes")),
-            ),
-            **{name: room[name] for name in ("expert_offsets", "finished", "stash")},
-        )
-        self._constants = constant(constants)
-        self._params = structures.MoeLayerParams(
-            world=comm.world_address,
-            plan=self._constants.address,
-        )
-        self._params.message.digest = constants.digest
-
-    def __call__(
-        self,
-        x: np.ndarray,
-        topk_idx: np.ndarray,
-        topk_weight: np.ndarray,
-        w1: np.ndarray,
-        w2: np.ndarray,
-        *,
-        out: np.ndarray | None = None,
-        stream: Any = None,
-    ) -> np.ndarray:
-        """Return what `moe_layer` does, for operands like the planned ones."""
-        comm = self._comm
-        if comm is None:
-            raise ValueError("this plan is closed: make another")
-        with comm.calling(self._what), comm.machine.on(stream):
-            machine = comm.machine
-            own = self._operands((x, topk_idx, topk_weight, w1, w2))
-            arrays = [operand.shadow for operand in own]
-            self._spec.check(*arrays)
-            result = self._spec.output(out, arrays, machine)
-            machine.begin()
-            if machine.capturing and out is None:
-                raise ValueError("a call that a CUDA graph captures needs out=")
-            # A kernel steps in whole elements; what does not is copied.
-            target = operands.stepped(result, machine, copy=True)
-            request, used = self._request(own, target)
-            machine.hold(self._arrays, self._constants, self._room, used, result)
-            try:
-                comm.run(self._kernel, request, self._what)
-            finally:
-                if target is not result:
-                    machine.copy(result.array, target.array)
-            return result.array if out is None else out
-
-    def prepare(
-        self,
-        x: np.ndarray,
-        topk_idx: np.ndarray,
-        topk_weight: np.ndarray,
-        w1: np.ndarray,
-        w2: np.ndarray,
-        out: np.ndarray,
-    ) -> tuple[Any, Any]:
-        """Return the launch struct for checked operands, and what must live until it has run."""
-        own = self._operands((x, topk_idx, topk_weight, w1, w2))
-        return self._request(own, operands.Operand("out", out, self._comm.machine))
-
-    def _operands(self, arrays: Any) -> list[operands.Operand]:
-        machine = self._comm.machine
-        return [operands.Operand(*pair, machine) for pair in zip(_NAMES, arrays, strict=True)]
-
-    def _request(self, own: Any, result: operands.Operand) -> tuple[Any, Any]:
-        comm, plan, machine = self._comm, self.plan, self._comm.machine
-        if self._arena is not comm.arena:
-            machine.refuse_capture(self._what)
-            self._bind(comm.arena)
-        x, ids, weights, *both = own
-        params = self._params
-        reading = self._reading
-        x = put_tokens(params, x, self._layer.dispatch, self._stage, comm, reading.alignment)
-        ids = put_choice(params.choice, ids, machine)
-        if params.tokens <= self._layer.max_tokens:  # else the kernel refuses them
-            stage(weights, self._stage_of_weights, comm)
-        w1, params.w1_stride = reading.put(params.w1, both[0], machine, self._sides)
-        w2, params.w2_stride = reading.put(params.w2, both[1], machine)
-        params.out.data = result.shadow.ctypes.data
-        params.out.row_stride, params.out.column_stride = operands.strides(result.shadow)
-        agents = sum(plan.split) + plan.network_agents
-        request = comm.prepare(self._kernel, params, agents, plan.shared_bytes)
-        return request, (x, ids, weights, w1, w2, result)
-
-    def close(self) -> None:
-        """Forget the plan. Local; nothing waits for it."""
-        self._arrays, self._room, self._constants, self._comm = {}, {}, None, None
-
-    def __enter__(self) -> "MoeLayer":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
+    return MoeLayer.call(
+        (x, topk_idx, topk_weight, w1, w2),
+        comm,
+        out,
+        stream,
+        activation=activation,
+        num_experts=num_experts,
+        max_tokens=max_tokens,
+        capacity=capacity,
+        options=options,
+    )
 
 
 class _Spec:
@@ -436,6 +190,7 @@ class _Spec:
             capacity=whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
             nodes=comm.topology.sizes,
+            staged=comm.staging_agents > 0,
         )
         self._shapes = w1.shape, w2.shape
         self._key = self.asked, self.options
@@ -461,14 +216,209 @@ class _Spec:
             )
         check_weights(weights, x.dtype, len(x), asked.slots)
 
-    def output(self, out: Any, arrays: Any, machine: Any) -> operands.Operand:
+    def outputs(
+        self, out: Any, shadows: Sequence[np.ndarray], machine: Any
+    ) -> list[operands.Operand]:
         """Return what the result is written into: the caller's array, or a new one."""
-        inputs = list(zip(_NAMES, arrays, strict=True))
-        shape = len(arrays[0]), self.asked.n
-        return operands.output(out, shape, self.asked.dtype, inputs, machine, remedy="")
+        inputs = list(zip(_NAMES, shadows, strict=True))
+        shape = len(shadows[0]), self.asked.n
+        return [operands.output(out, shape, self.asked.dtype, inputs, machine, remedy="")]
 
     def __hash__(self) -> int:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Spec) and self._key == other._key
+
+
+class MoeLayer(Operator):
+    """`moe_layer`, planned once for H, I, N, k, experts and dtypes, and called often.
+
+    Takes the arguments of the function; making one is collective. A context manager. Calls may
+    have other numbers of tokens, up to `max_tokens`.
+
+    Attributes
+    ----------
+    plan : MoeLayerPlan
+
+    Examples
+    --------
+    >>> layer = mk.MoeLayer(x, topk_idx, topk_weight, w1, w2, comm=comm, max_tokens=4096)
+    >>> for x, topk_idx, topk_weight in batches:
+    ...     y = layer(x, topk_idx, topk_weight, w1, w2)
+    """
+
+    function = "moe_layer"
+    names = _NAMES
+    spec_type = _Spec
+    plan: MoeLayerPlan
+
+    def __init__(
+        self,
+        x: np.ndarray,
+        topk_idx: np.ndarray,
+        topk_weight: np.ndarray,
+        w1: np.ndarray,
+        w2: np.ndarray,
+        *,
+        comm: Communicator,
+        activation: str | None = "swiglu",
+        num_experts: int | None = None,
+        max_tokens: int | None = None,
+        capacity: int | None = None,
+        out: np.ndarray | None = None,
+        stream: Any = None,
+        options: plans.Options | None = None,
+    ):
+        self._plan(
+            (x, topk_idx, topk_weight, w1, w2),
+            comm,
+            out,
+            stream,
+            activation=activation,
+            num_experts=num_experts,
+            max_tokens=max_tokens,
+            capacity=capacity,
+            options=options,
+        )
+
+    def _set_up(self, spec: _Spec, comm: Communicator, *arrays: np.ndarray) -> None:
+        self._spec, self._comm = spec, comm
+        asked, tokens = spec.asked, len(arrays[0])
+        if asked.max_tokens is None:
+            most = max(comm.agreement(str(asked), None, lambda: tokens))
+            asked = dataclasses.replace(asked, max_tokens=most)
+        options = measured(spec.options, "moe_layer", asked.dispatch, asked.products, comm)
+        asked = dataclasses.replace(asked, chunk_bytes=options.chunk_bytes)
+        self._layer, self._what = asked, str(asked)
+        tile = layer_tile(comm.rank, asked, options, comm.machine.gpu)
+        self._reading = Reading(tile, asked.dtype, arrays[3:])
+        self._sides = 2 if pairs_columns(asked, tile) else 1
+        words = {
+            "MK_TYPE": plans.cpp_type(asked.dtype),
+            "MK_TRANSFER_TYPE": plans.cpp_type(asked.transfer_dtype),
+            "MK_ACTIVATION": asked.activation or "none",
+            **self._reading.defines(),
+        }
+        if asked.dispatch.several_nodes:
+            words["MK_NODES"] = 1
+            chunks = sums_chunks(asked.combine, self._chunks())[1]
+            check_chunks(chunks, "tokens and sums", "Options(chunk_bytes=)")
+        kernel = Module(compiler.kernel_source("moe_layer"), defines=words).kernel("moe_layer")
+
+        def compile_and_check() -> None:
+            comm.load(kernel)
+            check_room(asked.dispatch, asked.inner + asked.n, comm)
+
+        comm.agreement(self._what, asked.need, compile_and_check)
+        self._kernel = comm.load(kernel)
+        staged = accumulator_dtype(asked.dtype)
+        room = shared_bytes(asked.dispatch, tile, staged)
+        capacity = gpu_capacity(self._kernel, room, options, comm)
+        self.plan = plan_moe_layer(comm.rank, asked, tile, options, capacity)
+        self._make_room()
+        self._bind()
+
+    def _chunks(self) -> int:
+        """Return in how many chunks tokens may come over the network."""
+        return self._layer.ranks * self._layer.dispatch.parts
+
+    def _make_room(self) -> None:
+        """Have memory for what is between the products, and for the rows that experts make."""
+        plan, machine = self.plan, self._comm.machine
+        rows, columns, _ = plan.tile
+        in_turn = plan.layer.gated and self._sides == 1
+        stash = (plan.split[1], rows, columns) if in_turn else (0,)
+        self._room = {
+            "hidden": machine.empty((plan.capacity, plan.inner), plan.dtype),
+            "made": machine.empty((plan.capacity, plan.n), plan.dtype),
+            "stash": machine.empty(stash, accumulator_dtype(plan.dtype)),
+            "expert_offsets": machine.empty((plan.experts + 1,), np.dtype(np.int64)),
+            "finished": machine.empty((plan.parts,), np.dtype(np.uint64)),
+            "counts": counts_of(
+                self._layer.dispatch, sum(plan.split) + plan.network_agents, self._comm
+            ),
+        }
+        machine.zero(self._room["finished"])
+
+    def _fill_in(self, arena: Arena) -> None:
+        structures, plan, asked, comm = structs.shared(), self.plan, self._layer, self._comm
+        shadow = comm.machine.shadow
+        at, words = offsets_of(asked.arena_sizes()), offsets_of(asked.signal_sizes(), 1)
+        data = arena.data_offset_for(arena.signals)
+        self._stage = stage_of_tokens(asked.dispatch, arena, comm)
+        self._stage_of_weights = Location(arena.number, data + at["weights"])
+        room = {name: shadow(array).ctypes.data for name, array in self._room.items()}
+        hidden, made = (
+            structures.Matrix(data=room[name], row_stride=columns, column_stride=1)
+            for name, columns in (("hidden", plan.inner), ("made", plan.n))
+        )
+        self._reading.map_rows(hidden, shadow(self._room["hidden"]), comm.machine)
+        self._arrays["room"] = self._room
+        self._constant("capacity", np.array(asked.dispatch.capacities, np.int64))
+        routing, landing = routing_plans(
+            asked.dispatch, self._arrays["capacity"], self._room["counts"], arena, comm
+        )
+        constants = structures.MoeLayerPlan(
+            split=structures.Split(*plan.split),
+            digest=comm.digest(self._what),
+            experts=plan.experts,
+            h=asked.h,
+            inner=asked.inner,
+            n=asked.n,
+            tile=structures.TileShape(*plan.tile),
+            part_rows=plan.part[0],
+            part_columns=plan.part[1],
+            capacity=plan.capacity,
+            hidden=self._constant("hidden", hidden),
+            made=self._constant("made", made),
+            routing=routing,
+            landing=landing,
+            nodes=node_dispatch_plan(
+                *(asked.dispatch, self._arrays, arena, comm),
+                more=len(asked.nodes or ()) * asked.combine.chunks,
+            ),
+            combine=combine_plan(
+                *(asked.combine, plan.split[1], arena, comm, at, words["computed"]),
+                *(routing.mirror, self._chunks(), self._arrays.get("writes")),
+            ),
+            **{name: room[name] for name in ("expert_offsets", "finished", "stash")},
+        )
+        self._params = structures.MoeLayerParams(
+            world=comm.world_address, plan=self._constant("plan", constants)
+        )
+        self._params.message.digest = constants.digest
+
+    def __call__(
+        self,
+        x: np.ndarray,
+        topk_idx: np.ndarray,
+        topk_weight: np.ndarray,
+        w1: np.ndarray,
+        w2: np.ndarray,
+        *,
+        out: np.ndarray | None = None,
+        stream: Any = None,
+    ) -> np.ndarray:
+        """Return what `moe_layer` does, for operands like the planned ones."""
+        return self._call((x, topk_idx, topk_weight, w1, w2), out, stream)
+
+    def _request(self, own: Sequence[Any], results: Sequence[Any], before: Preparation) -> Any:
+        comm, plan, machine, params = self._comm, self.plan, self._comm.machine, self._params
+        x, ids, weights, w1, w2 = own
+        reading, result = self._reading, results[0].shadow
+        put_tokens(params, x, self._layer.dispatch, self._stage, comm, reading.alignment, before)
+        put_choice(params.choice, ids, machine, before)
+        if params.tokens <= self._layer.max_tokens:  # else the kernel refuses them
+            stage(weights, self._stage_of_weights, comm, before)
+        params.w1_stride = reading.put(params.w1, w1, machine, before, self._sides)
+        params.w2_stride = reading.put(params.w2, w2, machine, before)
+        params.out.data = result.ctypes.data
+        params.out.row_stride, params.out.column_stride = operands.element_steps(result)
+        agents = sum(plan.split) + plan.network_agents
+        return comm.prepare(self._kernel, params, agents, plan.shared_bytes)
+
+    def close(self) -> None:
+        """Forget the plan. Local; nothing waits for it."""
+        super().close()
+        self._room = {}

@@ -32,26 +32,9 @@ class Operand:
     """
 
     def __init__(self, name: str, value: Any, machine: Any):
+        self.name = name
         self.array = machine.array(name, value)
         self.shadow: np.ndarray = machine.shadow(self.array)
-
-
-def shadows(machine: Any, **arrays: Any) -> tuple[np.ndarray, ...]:
-    """Return the shadows of what a caller passed as these arguments."""
-    return tuple(Operand(name, value, machine).shadow for name, value in arrays.items())
-
-
-def like(x: Operand, machine: Any, *, copy: bool = False) -> Operand:
-    """Return a new array of an operand's shape and dtype, or a copy of it."""
-    array = machine.empty(x.shadow.shape, x.shadow.dtype)
-    if copy:
-        machine.copy(array, x.array)
-    return Operand("copy", array, machine)
-
-
-def stepped(x: Operand, machine: Any, *, copy: bool = False) -> Operand:
-    """Return an operand if a kernel can step through it in whole elements, else one like it."""
-    return like(x, machine, copy=copy) if strides(x.shadow) is None else x
 
 
 def options(value: Any, exact: str = "", *, sums: bool = False) -> Options:
@@ -162,7 +145,7 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
         return True
 
 
-def strides(a: np.ndarray) -> tuple[int, ...] | None:
+def element_steps(a: np.ndarray) -> tuple[int, ...] | None:
     """Return strides in elements; None if a kernel cannot step through the array so."""
     # The stride of an axis of length 1 leads nowhere, and NumPy leaves anything there.
     steps = [step if n > 1 else a.itemsize for n, step in zip(a.shape, a.strides, strict=True)]
@@ -197,14 +180,25 @@ def aligned_lines(a: np.ndarray, by_columns: bool) -> tuple[tuple[int, int], int
     return (run, lines), pitch
 
 
-def map_lines(to: Any, array: np.ndarray, by_columns: bool, box: tuple[int, int], machine: Any):
-    """Give a ``Matrix`` a tensor map, if its lines can have one."""
+def map_lines(
+    to: Any,
+    array: np.ndarray,
+    by_columns: bool,
+    box: tuple[int, int],
+    machine: Any,
+    *,
+    tf32: bool = False,
+) -> None:
+    """Give a ``Matrix`` a tensor map, if its lines can have one.
+
+    `tf32`: what it loads is rounded.
+    """
     lines = aligned_lines(array, by_columns)
     to.mapped = int(lines is not None and array.size > 0)
     if to.mapped:
         extents, pitch = lines
         to.map.opaque[:] = machine.tensor_map(
-            array.ctypes.data, array.dtype, extents, (pitch,), box
+            array.ctypes.data, array.dtype, extents, (pitch,), box, tf32=tf32
         )
 
 

@@ -12,6 +12,7 @@ from ..reference import accumulator_dtype, array_split_counts
 from ..transport.network import check_chunks
 from . import operands
 from .gemm import GemmOperator, GemmSpec
+from .operator import Preparation
 
 _USUAL_K = 1024  # by which a tile is chosen
 
@@ -64,7 +65,7 @@ class ReductionOperator(GemmOperator):
 
     def _agree(self, a: np.ndarray) -> bool:
         # Peers read nothing of a, so its order is this rank's own affair.
-        by_columns = operands.prefers_columns(a) is True
+        by_columns = self._prefers_columns("a", a) is True
         self._comm.agreement(self._what, self._need, lambda: self._load(by_columns) and None)
         return by_columns
 
@@ -112,8 +113,8 @@ class ReductionOperator(GemmOperator):
             spec.dtype, spec.out_dtype, spec.transfer_dtype, tf32=spec.options.tf32
         )
 
-    def _place(self, a: operands.Operand, message: Any) -> operands.Operand:
-        return self._readable("a", a, self._a_by_columns)
+    def _place(self, a: operands.Operand, message: Any, before: Preparation) -> operands.Operand:
+        return self._readable(a, self._a_by_columns, before)
 
     def _constants(self, arena: Arena) -> Any:
         reduction = self._reduction(arena)

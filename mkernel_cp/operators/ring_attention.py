@@ -2,13 +2,13 @@
 
 import ctypes
 import math
-import operator
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
 
-from .. import compiler, errors, structs
+from .. import compiler, structs
 from .. import plan as plans
 from ..attention_plan import (
     LAYOUTS,
@@ -26,6 +26,7 @@ from ..memory import Location, offsets_of
 from ..reference import accumulator_dtype, array_split_counts
 from ..transport.network import check_chunks
 from . import operands
+from .operator import Operator, Preparation
 
 
 def ring_attention(
@@ -128,353 +129,19 @@ def ring_attention(
     ...     counts = comm.row_counts(positions)
     ...     o = mk.ring_attention(q, k, v, comm=comm, seq_counts=counts, causal=True)
     """
-    operands.check_communicator(comm)
-    with comm.calling("ring_attention()"), comm.machine.on(stream):
-        arrays = operands.shadows(comm.machine, q=q, k=k, v=v)
-        spec = _Spec(
-            *arrays, comm, seq_counts, causal, scale, layout, return_lse, max_workspace, options
-        )
-        step = comm.plans.get(spec)
-        if step is None:
-            results = spec.outputs(out, arrays, comm.machine)
-            try:
-                step = RingAttention.__new__(RingAttention)
-                step._set_up(spec, comm)
-            except errors.Error:
-                if out is not None and comm.closed:
-                    for result in results:
-                        comm.machine.fill(result.array, np.nan)
-                raise
-            comm.plans[spec] = step
-        return step(q, k, v, out=out)
-
-
-class RingAttention:
-    """`ring_attention`, planned once for shapes and dtypes, and called often.
-
-    Takes the arguments of the function; making one is collective. A context manager.
-
-    Attributes
-    ----------
-    plan : RingAttentionPlan
-
-    Examples
-    --------
-    >>> step = mk.RingAttention(q, k, v, comm=comm, causal=True)
-    >>> for _ in range(1000):
-    ...     step(q, k, v, out=o)
-    """
-
-    plan: RingAttentionPlan
-
-    def __init__(
-        self,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        *,
-        comm: Communicator,
-        seq_counts: Sequence[int] | None = None,
-        causal: bool = False,
-        scale: float | None = None,
-        layout: str = "contiguous",
-        return_lse: bool = False,
-        max_workspace: int | None = None,
-        out: Any = None,
-        stream: Any = None,
-        options: plans.Options | None = None,
-    ):
-        operands.check_communicator(comm)
-        with comm.calling("RingAttention()"), comm.machine.on(stream):
-            arrays = operands.shadows(comm.machine, q=q, k=k, v=v)
-            spec = _Spec(
-                *arrays, comm, seq_counts, causal, scale, layout, return_lse, max_workspace, options
-            )
-            spec.outputs(out, arrays, comm.machine)
-            self._set_up(spec, comm)
-
-    def _set_up(self, spec: "_Spec", comm: Communicator) -> None:
-        attention = spec.attention
-        self._spec, self._comm, self._what = spec, comm, str(attention)
-        gpu, need = comm.machine.gpu, attention.need()
-        self._tile = tile = choose_attention_tile(comm.rank, attention, spec.options, gpu)
-        macros = {"MK_TYPE": plans.cpp_type(attention.dtype), **tile.defines(attention.dtype)}
-        if comm.num_nodes > 1:
-            comm.refuse_staging("ring_attention")
-            macros["MK_NODES"] = 1
-            chunks = attention.chunks_between_nodes
-            check_chunks(chunks, f"{attention.chunk} positions", "Options(chunk_bytes=)")
-        module = Module(compiler.kernel_source("ring_attention"), defines=macros)
-        kernel = module.kernel("ring_attention")
-        comm.agreement(self._what, lambda: need, lambda: comm.load(kernel) and None)
-        self._kernel, capacity = comm.load(kernel), 0
-        if gpu is not None:
-            capacity = self._kernel.capacity(
-                tile.shared_bytes(attention.dtype), spec.options.sm_budget
-            )
-        self.plan = plan_ring_attention(comm.rank, attention, spec.options, gpu, capacity)
-        self._bind(comm.arena)
-
-    def _bind(self, arena: Arena) -> None:
-        """Fill in the structs with the addresses that this arena gives."""
-        structures, plan, comm = structs.shared(), self.plan, self._comm
-        attention = self._spec.attention
-        self._arena = arena
-        base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
-        window, *stages, _ = attention.arena_offsets(comm.rank)
-        self._stages = [Location(arena.number, data + stage) for stage in stages]
-        walk, queries = attention.walk(comm.rank), attention.held_by(comm.rank)
-        words = offsets_of(attention.signal_sizes(), 1)
-        constant = comm.machine.constant
-        self._runs = {
-            "queries": constant(_runs(attention, comm.rank, queries)),
-            "walk": constant(_runs(attention, comm.rank, walk)),
-        }
-        landing = structures.WindowPlan(
-            slots=plan.window,
-            slot_positions=sum(run.count for run in attention.landing(comm.rank)),
-            chunk_positions=plan.chunk,
-            chunks=attention.unit_chunks,
-            data=base + data + window,
-            left=base + 8 * words["left"],
-            arrived=base + 8 * words["arrived"],
-        )
-        if self._mapped and landing.slot_positions:
-            extents = plan.columns, landing.slot_positions, 2, plan.window
-            line = plan.columns * plan.dtype.itemsize
-            half = landing.slot_positions * line
-            box = self._box(plan.tile[1])
-            landing.map.opaque[:] = comm.machine.tensor_map(
-                landing.data, plan.dtype, extents, (line, half, 2 * half), box
-            )
-        constants = structures.RingAttentionPlan(
-            split=structures.Split(*plan.split),
-            digest=comm.digest(self._what),
-            batches=plan.batch,
-            kv_heads=plan.kv_heads,
-            group=plan.heads // plan.kv_heads,
-            causal=plan.causal,
-            scale=plan.scale,
-            tile=structures.TileShape(*plan.tile),
-            query_runs=len(queries),
-            walk_runs=len(walk),
-            window=landing,
-            queries=self._runs["queries"].address,
-            walk=self._runs["walk"].address,
-            nodes=self._between_nodes(arena, data + window, words),
-        )
-        self._constants = constant(constants)
-        self._params = structures.RingAttentionParams(
-            shown=base + data, world=comm.world_address, plan=self._constants.address
-        )
-        message = self._params.message
-        message.digest = constants.digest
-        message.operand.segment, message.operand.offset = arena.number, data
-
-    def _between_nodes(self, arena: Arena, window: int, words: dict[str, int]) -> Any:
-        """Return the struct ``NodeWindowPlan``."""
-        structures, comm, agreed = structs.shared(), self._comm, self._spec.attention
-        if comm.network is None:
-            return structures.NodeWindowPlan()
-        rank, sources = comm.rank, comm.topology.sources
-        arriving = [run for run in agreed.landing(rank) if run.source in sources]
-        positions = [sum(r.count for r in agreed.landing(peer)) for peer in range(comm.size)]
-        arrays = {
-            "leaving": _leaving_runs(agreed, rank),
-            "arriving": _runs(agreed, rank, arriving),
-            "slot_positions": np.array(positions, np.int64),
-            "writes": np.ones(agreed.chunks_between_nodes, np.uint64),
-        }
-        self._runs |= {name: comm.machine.constant(array) for name, array in arrays.items()}
-        return structures.NodeWindowPlan(
-            zone=structures.Place(arena.number, window),
-            heard=structures.Place(arena.number, 8 * words["heard"]),
-            freed=structures.Place(arena.number, 8 * words["freed"]),
-            chunks=agreed.chunks_between_nodes,
-            leaving_runs=len(agreed.leaving(rank)),
-            arriving_runs=len(arriving),
-            **{name: self._runs[name].address for name in arrays},
-        )
-
-    def __call__(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, out: Any = None, stream: Any = None
-    ) -> Any:
-        """Return what `ring_attention` does, for operands of the planned shapes and dtypes."""
-        comm = self._comm
-        if comm is None:
-            raise ValueError("this plan is closed: make another")
-        with comm.calling(self._what), comm.machine.on(stream):
-            machine, spec = comm.machine, self._spec
-            own = [
-                operands.Operand(name, x, machine) for name, x in zip("qkv", (q, k, v), strict=True)
-            ]
-            spec.check(*(x.shadow for x in own))
-            results = spec.outputs(out, [x.shadow for x in own], machine)
-            machine.begin()
-            if machine.capturing and out is None:
-                raise ValueError("a call that a CUDA graph captures needs out=")
-            # A kernel steps in whole elements; what does not is copied.
-            targets = [operands.stepped(result, machine) for result in results]
-            request, used = self._request(own, targets)
-            machine.hold(self._runs, self._constants, used, results)
-            try:
-                comm.run(self._kernel, request, self._what)
-            finally:
-                for result, target in zip(results, targets, strict=True):
-                    if target is not result:
-                        machine.copy(result.array, target.array)
-            if out is not None:
-                return out
-            return tuple(x.array for x in results) if spec.return_lse else results[0].array
-
-    def prepare(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: Any) -> tuple[Any, Any]:
-        """Return the launch struct for checked operands, and what must live until it has run."""
-        machine = self._comm.machine
-        own = [operands.Operand(*x, machine) for x in zip("qkv", (q, k, v), strict=True)]
-        return self._request(own, self._spec.outputs(out, [x.shadow for x in own], machine))
-
-    def _request(
-        self, own: Sequence[operands.Operand], results: Sequence[operands.Operand]
-    ) -> tuple[Any, Any]:
-        comm, plan = self._comm, self.plan
-        if self._arena is not comm.arena:
-            comm.machine.refuse_capture(self._what)
-            self._bind(comm.arena)
-        own = [
-            x if self._is_readable(x.shadow) else operands.like(x, comm.machine, copy=True)
-            for x in own
-        ]
-        params, (queries, keys, _) = self._params, plan.tile
-        for name, x, lines in zip("qkv", own, (queries, keys, keys), strict=True):
-            _set_heads(getattr(params, name), x.shadow)
-            if self._mapped and x.shadow.size:
-                seen = operands.aligned_heads(x.shadow)
-                words = comm.machine.tensor_map(
-                    x.shadow.ctypes.data, plan.dtype, *seen, self._box(lines)
-                )
-                getattr(params, name).map.opaque[:] = words
-        _set_heads(params.out, results[0].shadow)
-        if self._spec.return_lse:
-            _set_heads(params.lse, results[1].shadow.transpose(0, 2, 1)[..., None])
-        if comm.size > 1:
-            shared = (params.own.keys, params.own.values)
-            for to, x, stage in zip(shared, own[1:], self._stages, strict=True):
-                self._share(to, x, stage)
-        agents = sum(plan.split) + plan.network_agents
-        request = comm.prepare(self._kernel, params, agents, plan.shared_bytes)
-        return request, (own, results)
-
-    @property
-    def _mapped(self) -> bool:
-        """Whether the engine reads operands through tensor maps."""
-        return self._tile.engine == "hopper"
-
-    def _box(self, lines: int) -> tuple[int, int, int, int]:
-        """Return what a tensor copy brings at a time: lines of 128 bytes of one head."""
-        return 128 // self.plan.dtype.itemsize, lines, 1, 1
-
-    def _is_readable(self, array: np.ndarray) -> bool:
-        """Return whether the engine takes an operand as it lies."""
-        if self._mapped:
-            return operands.aligned_heads(array) is not None
-        return operands.strides(array) is not None
-
-    def _share(self, to: ctypes.Structure, x: operands.Operand, stage: Location) -> None:
-        """Say where peers find keys or values: where they are, or in a copy of them."""
-        comm, array = self._comm, x.shadow
-        place = stage
-        if self._is_shareable(array) and comm.in_segment(array):
-            low, nbytes = extent(array)
-            place = comm.segments.locate(low, nbytes)
-            place = Location(place.segment, place.offset + array.ctypes.data - low)
-        else:
-            batch, positions, heads, columns = array.shape
-            room = comm.segments[stage.segment].bytes[stage.offset :][: array.nbytes]
-            # Head by head, so that what is pulled together lies together.
-            staged = room.view(array.dtype).reshape(batch, heads, positions, columns)
-            array = staged.transpose(0, 2, 1, 3)
-            comm.machine.copy(array, x.array)
-        to.place.segment, to.place.offset = place.segment, place.offset
-        to.batch_stride, to.position_stride, to.head_stride, _ = array.strides
-
-    def _is_shareable(self, array: np.ndarray) -> bool:
-        """Return whether peers read keys or values as they lie; the network wants no gaps."""
-        axes = (1, 3) if self._comm.network else (3,)
-        run = array.itemsize
-        for axis in reversed(axes):
-            if array.shape[axis] > 1 and array.strides[axis] != run:
-                return False
-            run *= array.shape[axis]
-        return True
-
-    def close(self) -> None:
-        """Forget the plan. Local; nothing waits for it."""
-        self._runs, self._constants, self._comm = {}, None, None
-
-    def __enter__(self) -> "RingAttention":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
-
-
-def zigzag_split(x: Any, ranks: int, *, axis: int = 1) -> list[Any]:
-    """Return what each rank holds of an array in the layout 'zigzag'.
-
-    Local. The array is divided into 2R parts, as `numpy.array_split` does; rank r gets those with
-    numbers r and 2R - 1 - r.
-
-    Parameters
-    ----------
-    x : array
-        With all positions of the sequence along `axis`.
-    ranks : int
-        R, 1 or more.
-    axis : int, optional
-
-    Returns
-    -------
-    list of array
-
-    Examples
-    --------
-    >>> [part.tolist() for part in mk.zigzag_split(np.arange(7), 2, axis=0)]
-    [[0, 1, 6], [2, 3, 4, 5]]
-    """
-    if operator.index(ranks) < 1:
-        raise ValueError(f"ranks={ranks}: use at least 1")
-    parts = np.array_split(x, 2 * ranks, axis)
-    return [np.concatenate((parts[rank], parts[-1 - rank]), axis) for rank in range(ranks)]
-
-
-def zigzag_join(parts: Sequence[Any], *, axis: int = 1) -> Any:
-    """Return the whole of an array from what each rank holds of it; undoes `zigzag_split`.
-
-    Local.
-
-    Parameters
-    ----------
-    parts : sequence of array
-        Every rank's, in rank order.
-    axis : int, optional
-
-    Raises
-    ------
-    ValueError
-        If no array is divided so.
-
-    Examples
-    --------
-    >>> mk.zigzag_join(mk.zigzag_split(np.arange(7), 2, axis=0), axis=0).tolist()
-    [0, 1, 2, 3, 4, 5, 6]
-    """
-    lengths = tuple(part.shape[axis] for part in parts)
-    if not lengths or lengths != zigzag_counts(sum(lengths), len(lengths)):
-        raise ValueError(f"parts of {list(lengths)} positions are no zigzag layout")
-    sizes = array_split_counts(sum(lengths), 2 * len(lengths))
-    halves = [np.split(part, [size], axis) for part, size in zip(parts, sizes, strict=False)]
-    first, last = zip(*halves, strict=True)
-    return np.concatenate((*first, *reversed(last)), axis)
+    return RingAttention.call(
+        (q, k, v),
+        comm,
+        out,
+        stream,
+        seq_counts=seq_counts,
+        causal=causal,
+        scale=scale,
+        layout=layout,
+        return_lse=return_lse,
+        max_workspace=max_workspace,
+        options=options,
+    )
 
 
 class _Spec:
@@ -543,6 +210,7 @@ class _Spec:
             max_workspace=_bytes("max_workspace", max_workspace),
             chunk_bytes=self.options.chunk_bytes,
             nodes=comm.topology.sizes,
+            staged=comm.staging_agents > 0,
         )
         self._shapes = q.shape, k.shape, v.shape
         self._key = self.attention, self.return_lse, self.options
@@ -582,6 +250,298 @@ class _Spec:
         return isinstance(other, _Spec) and self._key == other._key
 
 
+class RingAttention(Operator):
+    """`ring_attention`, planned once for shapes and dtypes, and called often.
+
+    Takes the arguments of the function; making one is collective. A context manager.
+
+    Attributes
+    ----------
+    plan : RingAttentionPlan
+
+    Examples
+    --------
+    >>> step = mk.RingAttention(q, k, v, comm=comm, causal=True)
+    >>> for _ in range(1000):
+    ...     step(q, k, v, out=o)
+    """
+
+    function = "ring_attention"
+    names = "q", "k", "v"
+    spec_type = _Spec
+    plan: RingAttentionPlan
+
+    def __init__(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        *,
+        comm: Communicator,
+        seq_counts: Sequence[int] | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        layout: str = "contiguous",
+        return_lse: bool = False,
+        max_workspace: int | None = None,
+        out: Any = None,
+        stream: Any = None,
+        options: plans.Options | None = None,
+    ):
+        self._plan(
+            (q, k, v),
+            comm,
+            out,
+            stream,
+            seq_counts=seq_counts,
+            causal=causal,
+            scale=scale,
+            layout=layout,
+            return_lse=return_lse,
+            max_workspace=max_workspace,
+            options=options,
+        )
+
+    def _set_up(self, spec: "_Spec", comm: Communicator, *_: np.ndarray) -> None:
+        attention = spec.attention
+        self._spec, self._comm, self._what = spec, comm, str(attention)
+        gpu, need = comm.machine.gpu, attention.need()
+        self._tile = tile = choose_attention_tile(comm.rank, attention, spec.options, gpu)
+        macros = {"MK_TYPE": plans.cpp_type(attention.dtype), **tile.defines(attention.dtype)}
+        if comm.num_nodes > 1:
+            macros["MK_NODES"] = 1
+            chunks = attention.chunks_between_nodes
+            check_chunks(chunks, f"{attention.chunk} positions", "Options(chunk_bytes=)")
+        module = Module(compiler.kernel_source("ring_attention"), defines=macros)
+        kernel = module.kernel("ring_attention")
+        comm.agreement(self._what, lambda: need, lambda: comm.load(kernel) and None)
+        self._kernel, capacity = comm.load(kernel), 0
+        if gpu is not None:
+            capacity = self._kernel.capacity(
+                tile.shared_bytes(attention.dtype), spec.options.sm_budget
+            )
+            capacity -= comm.staging_agents
+        self.plan = plan_ring_attention(comm.rank, attention, spec.options, gpu, capacity)
+        self._bind()
+
+    def _fill_in(self, arena: Arena) -> None:
+        structures, plan, comm = structs.shared(), self.plan, self._comm
+        attention = self._spec.attention
+        base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
+        window, *stages, _ = attention.arena_offsets(comm.rank)
+        self._stages = [Location(arena.number, data + stage) for stage in stages]
+        walk, queries = attention.walk(comm.rank), attention.held_by(comm.rank)
+        words = offsets_of(attention.signal_sizes(), 1)
+        landing = structures.WindowPlan(
+            slots=plan.window,
+            slot_positions=sum(run.count for run in attention.landing(comm.rank)),
+            chunk_positions=plan.chunk,
+            chunks=attention.unit_chunks,
+            data=base + data + window,
+            left=base + 8 * words["left"],
+            arrived=base + 8 * words["arrived"],
+        )
+        if self._mapped and landing.slot_positions:
+            extents = plan.columns, landing.slot_positions, 2, plan.window
+            line = plan.columns * plan.dtype.itemsize
+            half = landing.slot_positions * line
+            box = self._box(plan.tile[1])
+            landing.map.opaque[:] = comm.machine.tensor_map(
+                landing.data, plan.dtype, extents, (line, half, 2 * half), box
+            )
+        constants = structures.RingAttentionPlan(
+            split=structures.Split(*plan.split),
+            digest=comm.digest(self._what),
+            batches=plan.batch,
+            kv_heads=plan.kv_heads,
+            group=plan.heads // plan.kv_heads,
+            causal=plan.causal,
+            scale=plan.scale,
+            tile=structures.TileShape(*plan.tile),
+            query_runs=len(queries),
+            walk_runs=len(walk),
+            window=landing,
+            queries=self._constant("queries", _runs(attention, comm.rank, queries)),
+            walk=self._constant("walk", _runs(attention, comm.rank, walk)),
+            nodes=self._between_nodes(arena, data + window, words),
+        )
+        self._params = structures.RingAttentionParams(
+            shown=base + data, world=comm.world_address, plan=self._constant("plan", constants)
+        )
+        message = self._params.message
+        message.digest = constants.digest
+        message.operand.segment, message.operand.offset = arena.number, data
+
+    def _between_nodes(self, arena: Arena, window: int, words: dict[str, int]) -> Any:
+        """Return the struct ``NodeWindowPlan``."""
+        structures, comm, agreed = structs.shared(), self._comm, self._spec.attention
+        if comm.network is None:
+            return structures.NodeWindowPlan()
+        rank, arriving = comm.rank, agreed.arriving(comm.rank)
+        positions = [sum(r.count for r in agreed.landing(peer)) for peer in range(comm.size)]
+        arrays = {
+            "leaving": _leaving_runs(agreed, rank),
+            "arriving": _runs(agreed, rank, arriving),
+            "slot_positions": np.array(positions, np.int64),
+            "writes": np.ones(agreed.chunks_between_nodes, np.uint64),
+        }
+        return structures.NodeWindowPlan(
+            zone=structures.Place(arena.number, window),
+            heard=structures.Place(arena.number, 8 * words["heard"]),
+            freed=structures.Place(arena.number, 8 * words["freed"]),
+            chunks=agreed.chunks_between_nodes,
+            leaving_runs=len(agreed.leaving(rank)),
+            arriving_runs=len(arriving),
+            **{name: self._constant(name, array) for name, array in arrays.items()},
+        )
+
+    def __call__(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, out: Any = None, stream: Any = None
+    ) -> Any:
+        """Return what `ring_attention` does, for operands of the planned shapes and dtypes."""
+        return self._call((q, k, v), out, stream)
+
+    @classmethod
+    def _key(cls, comm: Communicator, given: Sequence[Any], out: Any) -> Any:
+        return super()._key(comm, (*given, *out) if isinstance(out, tuple) else given, out)
+
+    def _request(
+        self,
+        own: Sequence[operands.Operand],
+        results: Sequence[operands.Operand],
+        before: Preparation,
+    ) -> Any:
+        comm, plan = self._comm, self.plan
+        own = [x if self._is_readable(x.shadow) else before.put_aside(x) for x in own]
+        params, (queries, keys, _) = self._params, plan.tile
+        for name, x, lines in zip("qkv", own, (queries, keys, keys), strict=True):
+            _set_heads(getattr(params, name), x.shadow)
+            if self._mapped and x.shadow.size:
+                seen = operands.aligned_heads(x.shadow)
+                words = comm.machine.tensor_map(
+                    x.shadow.ctypes.data, plan.dtype, *seen, self._box(lines)
+                )
+                getattr(params, name).map.opaque[:] = words
+        _set_heads(params.out, results[0].shadow)
+        if self._spec.return_lse:
+            _set_heads(params.lse, results[1].shadow.transpose(0, 2, 1)[..., None])
+        if comm.size > 1:
+            shared = (params.own.keys, params.own.values)
+            for to, x, stage in zip(shared, own[1:], self._stages, strict=True):
+                self._share(to, x, stage, before)
+        agents = sum(plan.split) + plan.network_agents
+        return comm.prepare(self._kernel, params, agents, plan.shared_bytes)
+
+    def _returned(self, out: Any, results: Sequence[operands.Operand]) -> Any:
+        if out is None and self._spec.return_lse:
+            return tuple(result.array for result in results)
+        return super()._returned(out, results)
+
+    @property
+    def _mapped(self) -> bool:
+        """Whether the engine reads operands through tensor maps."""
+        return self._tile.engine == "hopper"
+
+    def _box(self, lines: int) -> tuple[int, int, int, int]:
+        """Return what a tensor copy brings at a time: lines of 128 bytes of one head."""
+        return 128 // self.plan.dtype.itemsize, lines, 1, 1
+
+    def _is_readable(self, array: np.ndarray) -> bool:
+        """Return whether the engine takes an operand as it lies."""
+        if self._mapped:
+            return operands.aligned_heads(array) is not None
+        return operands.element_steps(array) is not None
+
+    def _share(
+        self, to: ctypes.Structure, x: operands.Operand, stage: Location, before: Preparation
+    ) -> None:
+        """Say where peers find keys or values: where they are, or in a copy of them."""
+        comm, array = self._comm, x.shadow
+        place = stage
+        if self._is_shareable(array) and comm.in_segment(array):
+            low, nbytes = extent(array)
+            place = comm.segments.locate(low, nbytes)
+            place = Location(place.segment, place.offset + array.ctypes.data - low)
+        else:
+            batch, positions, heads, columns = array.shape
+            room = comm.segments[stage.segment].bytes[stage.offset :][: array.nbytes]
+            # Head by head, so that what is pulled together lies together.
+            staged = room.view(array.dtype).reshape(batch, heads, positions, columns)
+            array = staged.transpose(0, 2, 1, 3)
+            before.stage(x, array)
+        to.place.segment, to.place.offset = place.segment, place.offset
+        to.batch_stride, to.position_stride, to.head_stride, _ = array.strides
+
+    def _is_shareable(self, array: np.ndarray) -> bool:
+        """Return whether peers read keys or values as they lie; the network wants no gaps."""
+        axes = (1, 3) if self._comm.network else (3,)
+        run = array.itemsize
+        for axis in reversed(axes):
+            if array.shape[axis] > 1 and array.strides[axis] != run:
+                return False
+            run *= array.shape[axis]
+        return True
+
+
+def zigzag_split(x: Any, ranks: int, *, axis: int = 1) -> list[Any]:
+    """Return what each rank holds of an array in the layout 'zigzag'.
+
+    Local. The array is divided into 2R parts, as `numpy.array_split` does; rank r gets those with
+    numbers r and 2R - 1 - r.
+
+    Parameters
+    ----------
+    x : array
+        With all positions of the sequence along `axis`.
+    ranks : int
+        R, 1 or more.
+    axis : int, optional
+
+    Returns
+    -------
+    list of array
+
+    Examples
+    --------
+    >>> [part.tolist() for part in mk.zigzag_split(np.arange(7), 2, axis=0)]
+    [[0, 1, 6], [2, 3, 4, 5]]
+    """
+    if index(ranks) < 1:
+        raise ValueError(f"ranks={ranks}: use at least 1")
+    parts = np.array_split(x, 2 * ranks, axis)
+    return [np.concatenate((parts[rank], parts[-1 - rank]), axis) for rank in range(ranks)]
+
+
+def zigzag_join(parts: Sequence[Any], *, axis: int = 1) -> Any:
+    """Return the whole of an array from what each rank holds of it; undoes `zigzag_split`.
+
+    Local.
+
+    Parameters
+    ----------
+    parts : sequence of array
+        Every rank's, in rank order.
+    axis : int, optional
+
+    Raises
+    ------
+    ValueError
+        If no array is divided so.
+
+    Examples
+    --------
+    >>> mk.zigzag_join(mk.zigzag_split(np.arange(7), 2, axis=0), axis=0).tolist()
+    [0, 1, 2, 3, 4, 5, 6]
+    """
+    lengths = tuple(part.shape[axis] for part in parts)
+    if not lengths or lengths != zigzag_counts(sum(lengths), len(lengths)):
+        raise ValueError(f"parts of {list(lengths)} positions are no zigzag layout")
+    sizes = array_split_counts(sum(lengths), 2 * len(lengths))
+    halves = [np.split(part, [size], axis) for part, size in zip(parts, sizes, strict=False)]
+    first, last = zip(*halves, strict=True)
+    return np.concatenate((*first, *reversed(last)), axis)
+
+
 def _scale(value: Any, columns: int) -> float:
     if value is None:
         return 1 / math.sqrt(columns)
@@ -598,7 +558,7 @@ def _bytes(name: str, value: Any) -> int | None:
     if value is None:
         return None
     try:
-        value = operator.index(value)
+        value = index(value)
     except TypeError:
         raise TypeError(f"{name}={value!r}: use an integer, in bytes") from None
     if value < 0:
@@ -607,7 +567,8 @@ def _bytes(name: str, value: Any) -> int | None:
 
 
 def _set_heads(to: Any, array: np.ndarray) -> None:
-    steps = operands.strides(array)
+    # The stride of an axis of length 1 leads nowhere, and NumPy leaves anything there.
+    steps = [step // array.itemsize for step in array.strides]
     to.data = array.ctypes.data
     to.batch_stride, to.position_stride, to.head_stride, to.column_stride = steps
 

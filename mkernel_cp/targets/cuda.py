@@ -357,6 +357,8 @@ class CudaTarget:
         extents: tuple[int, ...],
         pitches: tuple[int, ...],
         box: tuple[int, ...],
+        *,
+        tf32: bool = False,
     ) -> tuple[int, ...]:
         """Return the words of a tensor map of lines, whose boxes are swizzled by 128 bytes.
 
@@ -368,16 +370,19 @@ class CudaTarget:
             Elements of a line, and lines, in one dimension or more.
         pitches : tuple of int
             Bytes from one line to the next in each of these.
+        tf32 : bool, optional
+            Round float32 to tf32 on the way.
         """
-        key = address, dtype, extents, pitches, box
+        key = address, dtype, extents, pitches, box, tf32
         if key not in self._maps:
             if len(self._maps) == _MOST_MAPS:
                 self._maps.clear()
             driver, kinds = self._driver, self._driver.CUtensorMapDataType
+            kind = "TFLOAT32" if tf32 else dtype.name.upper()
             (encoded,) = _check(
                 driver,
                 driver.cuTensorMapEncodeTiled(
-                    getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.name.upper()}"),
+                    getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
                     len(extents),
                     address,
                     [driver.cuuint64_t(extent) for extent in extents],

@@ -235,6 +235,11 @@ class Network:
         shared = ctypes.byref(self._shared)
         self._call(errors.OutOfMemoryError, self._native.network_start, self._handle, shared)
 
+    def by_hand(self) -> ctypes.Structure:
+        """Stop the proxy's thread; return what a simulation takes its steps by."""
+        self._native.network_halt(self._handle)
+        return structs.helper(self._native.network_step, self._handle.value)
+
     def counters(self) -> tuple[int, int, int, int]:
         """Return what the cards have counted: bytes out and in, messages out and in."""
         if not self.software:

@@ -69,7 +69,7 @@ class Nodes:
         self.unregister, self.counters = network.unregister, network.counters
         self.transport, self.software = network.transport, network.software
         self.staged = staging is not None
-        self.close = network.close
+        self.by_hand, self.close = network.by_hand, network.close
 
 
 def connect(

@@ -4,7 +4,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from .. import compiler, settings
+from .. import compiler, settings, structs
 from ..errors import ConfigurationError
 
 VERBS_CARDS = ("soft0", "soft1")
@@ -34,6 +34,16 @@ def configure(fabric: settings.SoftFabric) -> None:
             "from 1 on, or refuse (registrations), memlock (heed ulimit -l), absent (cards) or "
             "denied (their use)"
         )
+
+
+def by_hand() -> ctypes.Structure:
+    """Stop the thread of this process's cards; return what a simulation takes its steps by.
+
+    All cards of the process stay by hand until all of them are closed.
+    """
+    library = compiler.host_library(compiler.native_dir() / "soft.cpp")
+    library.soft_halt()
+    return structs.helper(library.soft_step)
 
 
 def counters(context: int) -> tuple[int, int, int, int]:

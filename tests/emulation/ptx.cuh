@@ -97,10 +97,19 @@ inline void load_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
 struct Box {
     explicit Box(const TensorMap& map) : words(reinterpret_cast<const Words&>(map.opaque)) {}
 
-    struct Words { u64 data, size, extents[4], pitches[3], box[4]; };
+    struct Words { u64 data, size, extents[4], pitches[3], box[4], tf32; };
     const Words& words;
 
     u32 bytes() const { return u32(words.box[1] * words.box[2] * words.box[3]) * 128; }
+
+    void load(u8* to, const u8* from) const {
+        std::memcpy(to, from, words.size);
+        if (!words.tf32) return;
+        float value;
+        std::memcpy(&value, from, 4);
+        value = widen(tfloat32{value});
+        std::memcpy(to, &value, 4);
+    }
 
     // visit(in shared memory, in global memory, bytes) for what of it is in the array; outside(in shared memory) else.
     template <class Visit, class Outside>
@@ -134,7 +143,7 @@ inline void load_box_to(u16 blocks, void* to, const TensorMap* map, u64* barrier
             if (!(blocks >> rank & 1)) continue;
             box.each_place(
                 to, {x, y, z, w},
-                [&](u8* there, const u8* from, u64 size) { std::memcpy(self->in(rank, there), from, size); },
+                [&](u8* there, const u8* from, u64) { box.load(self->in(rank, there), from); },
                 [&](u8* there, u64 size) { std::memset(self->in(rank, there), 0, size); });
             Barrier::at(self->in(rank, barrier)).deliver(box.bytes());
         }
@@ -278,30 +287,38 @@ inline u64 operand_descriptor(u32 shared_address, u32 box_bytes) {
 inline u64 further(u64 descriptor, u32 bytes) { return descriptor + bytes / 16; }
 
 // Lines run along k, one for each of the extent; or across it, 64 of the extent in each box.
+template <class T> constexpr bool is_tfloat32 = false;
+template <> constexpr bool is_tfloat32<tfloat32> = true;
+
 template <class T, bool across>
 float factor(u64 descriptor, u32 outer, u32 k) {
     const u64 base = descriptor % (1 << 14) * 16, box_bytes = (descriptor >> 16) * 16;
-    const u64 place = across ? outer / 64 * box_bytes + k * 128 + outer % 64 * 2 : outer * 128 + k * 2;
+    const u64 place = across ? outer / 64 * box_bytes + k * 128 + outer % 64 * 2 : outer * 128 + k * sizeof(T);
     T element;
     load_shared(element, u32(swizzled(base + place)));
+    if constexpr (is_tfloat32<T>) {
+        static_assert(!across, "lines are along k");
+        if (bits_of(element.value) % (1 << 13)) emulation::stop("a factor is no tfloat32");
+    }
     return widen(element);
 }
 
-// first_at(row of those of the warp, k)
+// Of 32 bytes of k. first_at(row of those of the warp, k)
 template <class T, u32 columns, bool b_across, class First>
 void add_product(float (&sums)[columns / 2], First first_at, u64 b, bool add) {
     const u32 thread = block().thread(), first = thread % 32 / 4;
+    constexpr u32 depth = 32 / sizeof(T);
     float* const to = sums;
     block().own().products.add([=] {
-        float rows[2][16], column[16];
-        for (u32 k = 0; k < 16; ++k)
+        float rows[2][depth], column[depth];
+        for (u32 k = 0; k < depth; ++k)
             for (u32 i = 0; i < 2; ++i) rows[i][k] = first_at(first + 8 * i, k);
         for (u32 j = 0; j < columns / 4; ++j) {
-            for (u32 k = 0; k < 16; ++k) column[k] = factor<T, b_across>(b, j / 2 * 8 + thread % 4 * 2 + j % 2, k);
+            for (u32 k = 0; k < depth; ++k) column[k] = factor<T, b_across>(b, j / 2 * 8 + thread % 4 * 2 + j % 2, k);
             for (u32 i = 0; i < 2; ++i) {
                 float& sum = to[j / 2 * 4 + i * 2 + j % 2];
                 if (!add) sum = 0;
-                for (u32 k = 0; k < 16; ++k) sum += rows[i][k] * column[k];
+                for (u32 k = 0; k < depth; ++k) sum += rows[i][k] * column[k];
             }
         }
     });

@@ -28,6 +28,15 @@ public:
         words_of(source, token)[slot] = launch_.target(u64(row));
     }
 
+    // The same of this compute agent's share of `count` rows.
+    MK_DEVICE void note(const RowOrigins& origins, i64 count) const {
+        const Agent& agent = launch_.agent();
+        const Span span(launch_, agent.lane() == 0, Traced::note, Tile{everyone, {0, count}, {0, 0}});
+        const i64 lanes = i64(agent.lanes());
+        for (i64 row = i64(launch_.member()) * lanes + agent.lane(); row < count; row += i64(launch_.members()) * lanes)
+            note(row, u64(origins.source_rank[row]), origins.source_token[row], origins.source_slot[row]);
+    }
+
     // This compute agent has made and noted all its rows.
     MK_DEVICE void computed() {
         launch_.raise<Scope::device>(&plan_.computed[launch_.member()], 1, Writes().complete(launch_.agent()));
@@ -40,8 +49,9 @@ public:
         else sum_for<1>(peer);
     }
 
-    // Adds up this agent's share of this rank's tokens, rank by rank, and stores them. All agents of the launch have one.
+    // Adds up this agent's share of this rank's tokens, rank by rank, and stores them. All workers of the launch have one.
     MK_DEVICE void collect(i64 tokens, const Matrix& out) {
+        if (launch_.agent().index() >= launch_.workers()) return;
         const bool fine = await_rows();
         if (in_packs(rows_) && in_packs(out)) collect<whole_packs>(tokens, out, fine);
         else collect<1>(tokens, out, fine);
@@ -86,6 +96,7 @@ private:
         const Agent& agent = launch_.agent();
         for (i64 chunk = i64(launch_.member()); chunk < plan_.chunks; chunk += i64(launch_.members())) {
             const Range tokens = block(chunk, plan_.chunk_tokens, plan_.max_tokens);
+            const Span span(launch_, agent.lane() == 0, Traced::sum, Tile{peer, tokens, {0, plan_.n}});
             for (i64 token = tokens.begin; token < tokens.end; ++token) {
                 if (!has_rows(peer, token)) continue;
                 Partial* to = sums_at(launch_.rank(), peer, token);
@@ -117,6 +128,7 @@ private:
         u64 brought = 0;
         u32 count = 0;
         const Range part = block(chunk, plan_.chunk_tokens, plan_.max_tokens);
+        const Span span(launch_, agent.lane() == 0, Traced::sum, Tile{source, part, {0, plan_.n}});
         for (i64 token = part.begin; token < part.end; ++token) {
             const bool any = node_has(source, token);
             if (agent.lane() == 0) places[token - part.begin] = any ? count : no_sum;
@@ -138,13 +150,14 @@ private:
     MK_DEVICE void collect(i64 tokens, const Matrix& out, bool fine) {
         const Agent& agent = launch_.agent();
         const u64 rank = launch_.rank();
-        for (i64 chunk = agent.index(); chunk * plan_.chunk_tokens < tokens; chunk += agent.count()) {
+        for (i64 chunk = agent.index(); chunk * plan_.chunk_tokens < tokens; chunk += i64(launch_.workers())) {
             auto peer = [&](u64 i) { return launch_.neighbour(1 + i); };
             fine = fine && launch_.wait_all(
                                launch_.node().size - 1, 1, [&](u64 i) { return &summed_at(rank, rank, peer(i))[chunk]; },
                                [&](u64 i) { return Subject{Awaited::partial, peer(i), u64(chunk)}; });
             if (several_nodes) fine = fine && await_other_nodes(chunk);
             const Range part = block(chunk, plan_.chunk_tokens, tokens);
+            const Span span(launch_, agent.lane() == 0, Traced::sum, Tile{rank, part, {0, plan_.n}});
             for (i64 token = part.begin; token < part.end; ++token) {
                 T* to = static_cast<T*>(out.data) + token * out.row_stride;
                 each_column<width>([&](i64 column) {

@@ -49,17 +49,19 @@ public:
         : launch_(launch), plan_(plan), shown_(launch, plan.mirror), split_(plan.experts, launch.size()),
           experts_(u32(plan.experts)) {}
 
-    // Fills in this rank's tables: all agents of the launch sort a part of its tokens. First each counts; from all counts it
+    // Fills in this rank's tables: all workers of the launch sort a part of its tokens. First each counts; from all counts it
     // knows where its rows of each expert begin; then it lists them. The first agent returns when all have. As long as
     // nothing is agreed, there are no rows.
     MK_DEVICE void sort(const TokenChoice& choice, i64 tokens, Scratch scratch, i64* expert_offsets) {
         const Agent& agent = launch_.agent();
         const u32 lane = agent.lane(), lanes = agent.lanes(), none = experts_;
-        const i64 member = agent.index(), members = agent.count();
+        const i64 member = agent.index(), members = i64(launch_.workers());
+        if (member >= members) return;
         const bool first = member == 0;
         const i64 sorted = tokens <= plan_.max_tokens ? tokens : 0;  // more than that is refused
         const Range own = block(member, ceil_div(sorted, members), sorted);
         const Desk desk = clear_desk(scratch);
+        const Span span(launch_, lane == 0, Traced::sort, Tile{launch_.rank(), own, {0, plan_.slots}});
         if (first)
             for (u32 i = lane; i <= split_.count(u32(launch_.rank())); i += lanes) expert_offsets[i] = 0;
 
@@ -135,6 +137,7 @@ public:
         const Agent& agent = launch_.agent();
         const u32 lane = agent.lane(), lanes = agent.lanes(), ranks = u32(launch_.size()), rank = u32(launch_.rank());
         const u32 width = experts_ + 1;
+        const Span span(launch_, lane == 0, Traced::agree, rank);
         for (u32 i = lane; i < ranks * width; i += lanes)
             plan_.known[i] = table<ExpertShare>(i / width, plan_.starts)[i % width];
         for (u32 i = lane; i < ranks; i += lanes) plan_.said[i] = *table<RoutingSummary>(i, plan_.summary);
@@ -205,7 +208,7 @@ private:
         launch_.raise<Scope::device>(&plan_.told[agent.index()], progress, Writes().complete(agent));
     }
     MK_DEVICE bool await_others(u64 progress) {
-        return launch_.wait_all(launch_.agent().count(), progress, [&](u64 i) { return &plan_.told[i]; },
+        return launch_.wait_all(launch_.workers(), progress, [&](u64 i) { return &plan_.told[i]; },
                                 [](u64 i) { return Subject{Awaited::routes, everyone, i}; });
     }
 
@@ -465,7 +468,9 @@ private:
         const Delivery& delivery = delivery_of(expert, source);
         const Route* routes = shown_.table<Route>(source, routing_.routes) + delivery.route;
         const i64 first = offsets_[expert] + delivery.row;
-        for (i64 i = agent.lane(); i < delivery.rows; i += agent.lanes()) {
+        const Range rows{first, first + delivery.rows};
+        const Span span(launch_, agent.lane() == 0 && rows.size() > 0, Traced::note, Tile{source, rows, {0, 0}});
+        for (i64 i = agent.lane(); i < rows.size(); i += agent.lanes()) {
             const Route route = routes[i];
             note(first + i, source, route);
             plan_.places[first + i] =

@@ -32,6 +32,12 @@ struct Launch {
     u64 seed;  // 0: no random yields, copies as late as allowed
 };
 
+// What works beside the launches, as a thread of its own does elsewhere.
+struct Helper {
+    void* step;  // int (*)(void* of): does what there is to do; whether there was anything
+    void* of;
+};
+
 // Several ranks, each with a row of launches that it runs one after the other.
 struct Simulation {
     u64 seed;
@@ -40,6 +46,8 @@ struct Simulation {
     void* ended;       // int (*)(u64 rank, u64 launch): the host's turn after a launch; whether it makes the next one
     u64 stopped_rank;  // gets no turn any more after stop_step turns of all; a number beyond the last: none
     u64 stop_step;
+    Helper* helpers;
+    u64 helper_count;
     u64 steps;       // out
     u64 elapsed_ns;  // out, virtual
 };
@@ -231,23 +239,16 @@ class Simulator {
 public:
     Simulator(Entry entry, const Launch* launches, Simulation& simulation)
         : entry_(entry), launches_(launches), simulation_(simulation), random_(simulation.seed),
-          ranks_(simulation.ranks) {}
+          ranks_(simulation.ranks), rested_in_(simulation.helper_count) {}
 
     // Returns 0, or ETIMEDOUT if all lanes waited for a virtual year: a wait without a deadline.
     int run() {
         for (u64 rank = 0; rank < simulation_.ranks; ++rank) start_launch(rank);
         simulation_.steps = 0;
         while (!runnable_.empty()) {
-            u64 chosen = next_random(random_) % runnable_.size();
-            u64 rank = runnable_[chosen]->rank;
-            bool stopped = rank == simulation_.stopped_rank && simulation_.steps >= simulation_.stop_step;
-            if (!stopped) resume(*runnable_[chosen]);
-            if (stopped || runnable_[chosen]->lane->finished) {
-                std::swap(runnable_[chosen], runnable_.back());
-                runnable_.pop_back();
-                go_on();
-                if (!stopped && --ranks_[rank].running == 0) end_launch(rank);
-            }
+            u64 chosen = next_random(random_) % (runnable_.size() + rested_in_.size());
+            if (chosen < runnable_.size()) give_turn(chosen);
+            else help(chosen - runnable_.size());
             ++simulation_.steps;
             advance_clock();
             if (time_ns_ > u64(365) * 86400 * 1000000000) return ETIMEDOUT;
@@ -260,8 +261,13 @@ public:
 
     void take_turns(bool waiting) {
         if (!waiting) go_on();
-        else if (here().idle_round != round_) here().idle_round = round_, ++idle_;
+        else rest(here().idle_round);
         swapcontext(&here().context, &scheduler_);
+    }
+
+    // As a thread that gets no processor until all others have gone as far as they can without it.
+    void stay_away() {
+        for (const u64 leaps = leaps_; leaps == leaps_;) take_turns(true);
     }
 
 private:
@@ -319,6 +325,23 @@ private:
         here().finished = true;
     }
 
+    void give_turn(u64 chosen) {
+        const u64 rank = runnable_[chosen]->rank;
+        const bool stopped = rank == simulation_.stopped_rank && simulation_.steps >= simulation_.stop_step;
+        if (!stopped) resume(*runnable_[chosen]);
+        if (!stopped && !runnable_[chosen]->lane->finished) return;
+        std::swap(runnable_[chosen], runnable_.back());
+        runnable_.pop_back();
+        go_on();
+        if (!stopped && --ranks_[rank].running == 0) end_launch(rank);
+    }
+
+    void help(u64 number) {
+        const Helper& helper = simulation_.helpers[number];
+        if (reinterpret_cast<int (*)(void*)>(helper.step)(helper.of)) go_on();
+        else rest(rested_in_[number]);
+    }
+
     void resume(Fiber& fiber) {
         here_pointer() = fiber.lane;
         swapcontext(&scheduler_, &fiber.lane->context);
@@ -327,12 +350,16 @@ private:
 
     void go_on() { ++round_, idle_ = 0, leap_ns_ = 1000; }
 
+    void rest(u64& idle_round) {
+        if (idle_round != round_) idle_round = round_, ++idle_;
+    }
+
     // It leaps when all have waited since the last one got any further, and then all have to wait again.
     void advance_clock() {
         time_ns_ += 100;
-        if (idle_ < runnable_.size()) return;
+        if (idle_ < runnable_.size() + rested_in_.size()) return;
         time_ns_ += leap_ns_ = leap_ns_ < 1000000000 ? 2 * leap_ns_ : leap_ns_;
-        ++round_, idle_ = 0;
+        ++round_, ++leaps_, idle_ = 0;
     }
 
     Entry entry_;
@@ -342,7 +369,8 @@ private:
     std::vector<Rank> ranks_;
     u64 time_ns_ = 1;
     u64 leap_ns_ = 1000;
-    u64 round_ = 1, idle_ = 0;  // lanes that have waited in this round
+    u64 round_ = 1, leaps_ = 0, idle_ = 0;  // lanes and helpers that have waited in this round
+    std::vector<u64> rested_in_;            // of each helper, the last round in which it had nothing to do
     ucontext_t scheduler_;
     std::vector<Fiber*> runnable_;
 };
@@ -363,10 +391,19 @@ inline void pause(u32 spins) {
     else nanosleep(&nap, nullptr);
 }
 
+// One time in n, all others get as far as they can before this one goes on.
+inline void stay_away(u32 n) {
+    if (here().simulator && chance(n)) here().simulator->stay_away();
+}
+
 // A point where another thread may come between; a launch with a seed makes that happen often.
 inline void interleave() {
-    if (here().simulator) here().simulator->take_turns(false);
-    else if (chance(4)) sched_yield();
+    if (!here().simulator) {
+        if (chance(4)) sched_yield();
+        return;
+    }
+    here().simulator->take_turns(false);
+    stay_away(64);
 }
 
 inline void Team::barrier() {

@@ -433,32 +433,38 @@ MK_DEVICE u64 further(u64 descriptor, u32 bytes) {
 #define MK_IN_OUT_96(d) MK_IN_OUT_64(d), MK_IN_OUT_32(d, 64)
 #define MK_IN_OUT_128(d) MK_IN_OUT_96(d), MK_IN_OUT_32(d, 96)
 
-// A, B, ...: the numbers of the operands behind the accumulators.
-#define MK_MULTIPLY(COLUMNS, TYPE, ACCUMULATORS, IN_OUT, A, B, ADD, A_ACROSS, B_ACROSS)                               \
+// A, B, ...: the numbers of the operands behind the accumulators. ORDERS: how those are named that say `across`.
+#define MK_MULTIPLY(COLUMNS, TERMS, ORDERS, ACCUMULATORS, IN_OUT, A, B, ADD, A_ACROSS, B_ACROSS)                      \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                               \
-                 "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" ACCUMULATORS "}, %" #A    \
-                 ", %" #B ", add, 1, 1, %" #A_ACROSS ", %" #B_ACROSS ";\n}"                                           \
+                 "wgmma.mma_async.sync.aligned.m64n" #COLUMNS TERMS " {" ACCUMULATORS "}, %" #A ", %" #B              \
+                 ", add, 1, 1" ORDERS(A_ACROSS, B_ACROSS) ";\n}"                                                      \
                  : IN_OUT                                                                                             \
                  : "l"(a), "l"(b), "r"(u32(add)), "n"(int(a_across)), "n"(int(b_across)))
-#define MK_MULTIPLY_COLUMNS(TYPE)                                                                                     \
+#define MK_EITHER_ORDER(A_ACROSS, B_ACROSS) ", %" #A_ACROSS ", %" #B_ACROSS
+#define MK_ALONG_K(A_ACROSS, B_ACROSS)
+#define MK_MULTIPLY_COLUMNS(TERMS, ORDERS)                                                                            \
     if constexpr (columns == 64)                                                                                      \
-        MK_MULTIPLY(64, TYPE, MK_ACCUMULATORS_32, MK_IN_OUT_32(sums, 0), 32, 33, 34, 35, 36);                         \
+        MK_MULTIPLY(64, TERMS, ORDERS, MK_ACCUMULATORS_32, MK_IN_OUT_32(sums, 0), 32, 33, 34, 35, 36);                \
     else if constexpr (columns == 128)                                                                                \
-        MK_MULTIPLY(128, TYPE, MK_ACCUMULATORS_64, MK_IN_OUT_64(sums), 64, 65, 66, 67, 68);                           \
+        MK_MULTIPLY(128, TERMS, ORDERS, MK_ACCUMULATORS_64, MK_IN_OUT_64(sums), 64, 65, 66, 67, 68);                  \
     else if constexpr (columns == 192)                                                                                \
-        MK_MULTIPLY(192, TYPE, MK_ACCUMULATORS_96, MK_IN_OUT_96(sums), 96, 97, 98, 99, 100);                          \
+        MK_MULTIPLY(192, TERMS, ORDERS, MK_ACCUMULATORS_96, MK_IN_OUT_96(sums), 96, 97, 98, 99, 100);                 \
     else                                                                                                              \
-        MK_MULTIPLY(256, TYPE, MK_ACCUMULATORS_128, MK_IN_OUT_128(sums), 128, 129, 130, 131, 132)
+        MK_MULTIPLY(256, TERMS, ORDERS, MK_ACCUMULATORS_128, MK_IN_OUT_128(sums), 128, 129, 130, 131, 132)
 
 template <class T> constexpr bool is_bfloat16 = false;
 template <> constexpr bool is_bfloat16<bfloat16> = true;
+template <class T> constexpr bool is_tfloat32 = false;
+template <> constexpr bool is_tfloat32<tfloat32> = true;
 
-// 64 x `columns` sums = or (add) += a 64 x 16 by a 16 x `columns` operand; `across`: lines run across k.
+// 64 x `columns` sums = or (add) += a 64 x 32-byte by a 32-byte x `columns` operand; `across`: lines run across k.
 template <class T, u32 columns, bool a_across, bool b_across>
 MK_DEVICE void multiply(float (&sums)[columns / 2], u64 a, u64 b, bool add) {
     static_assert(columns % 64 == 0 && columns <= 256, "one of the instructions written out here");
-    if constexpr (is_bfloat16<T>) { MK_MULTIPLY_COLUMNS("bf16"); }
-    else { MK_MULTIPLY_COLUMNS("f16"); }
+    static_assert(!is_tfloat32<T> || !(a_across || b_across), "32 bits only along k");
+    if constexpr (is_bfloat16<T>) { MK_MULTIPLY_COLUMNS("k16.f32.bf16.bf16", MK_EITHER_ORDER); }
+    else if constexpr (is_tfloat32<T>) { MK_MULTIPLY_COLUMNS("k8.f32.tf32.tf32", MK_ALONG_K); }
+    else { MK_MULTIPLY_COLUMNS("k16.f32.f16.f16", MK_EITHER_ORDER); }
 }
 
 // The same with the first operand in registers, as fragments have it: a warp's 16 rows, packed. These are the places of
@@ -487,6 +493,8 @@ MK_DEVICE void multiply(float (&sums)[columns / 2], const u32 (&a)[4], u64 b, bo
 #undef MK_MULTIPLY_HELD_COLUMNS
 #undef MK_MULTIPLY_HELD
 #undef MK_MULTIPLY_COLUMNS
+#undef MK_ALONG_K
+#undef MK_EITHER_ORDER
 #undef MK_MULTIPLY
 #undef MK_IN_OUT_128
 #undef MK_IN_OUT_96

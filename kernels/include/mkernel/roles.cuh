@@ -23,7 +23,7 @@ enum class Role : u64 {
 class Launch : public Peers {
 public:
     // `mover_warps`: how many each mover consists of, where they act by themselves: see by_warps(). Those that stage do so
-    // here. When they come to what kernels have for all agents, all others have finished.
+    // here, and nothing else: when they go on, all others have finished.
     MK_DEVICE Launch(World* world, Split split, u64 mover_warps = 1)
         : Peers(world, u64(role_of(*world, split))), split_(split), mover_warps_(mover_warps) {
         delay();
@@ -32,6 +32,9 @@ public:
     }
 
     MK_DEVICE bool is(Role role) const { return role_of(world(), split_) == role; }
+
+    // All agents but those that stage: the first ones.
+    MK_DEVICE u64 workers() const { return workers_of(world()); }
 
     // The launch as a part of this agent takes part in it, on its own.
     MK_DEVICE Launch as(const Agent& part) const {
@@ -85,7 +88,7 @@ private:
         const Agent agent = Agent::current();
         const u64 index = agent.index(), others = split.movers + split.compute;
         if (!several_nodes || index < others) return index < split.movers ? Role::mover : Role::compute;
-        const u64 last = agent.count() - Stager::agents_in(world);
+        const u64 last = workers_of(world);
         if (index >= last) return index == last ? Role::stage_out : Role::stage_in;
         if (index < others + split.inter_reduce) return Role::inter_reduce;
         switch (index - others - split.inter_reduce) {
@@ -93,6 +96,10 @@ private:
         case 1: return Role::inter_receive;
         default: return Role::none;
         }
+    }
+
+    static MK_DEVICE u64 workers_of(const World& world) {
+        return Agent::current().count() - (several_nodes ? Stager::agents_in(world) : 0);
     }
 
     MK_DEVICE bool adds_up() const { return several_nodes && is(Role::inter_reduce); }

@@ -66,10 +66,13 @@ public:
         return verdict;
     }
 
-    // Whether any lane says so.
+    // Whether any lane says so; also orders what any of them acquired before what all read next.
     MK_DEVICE bool any(bool verdict) const {
         if (lanes_ == 1) return verdict;
-        return lanes_ > 32 ? __syncthreads_or(verdict) : __any_sync(~0u, verdict);
+        if (lanes_ != 32) return __syncthreads_or(verdict);
+        verdict = __any_sync(~0u, verdict);
+        __syncwarp();  // a vote alone orders no memory
+        return verdict;
     }
 
 private:

@@ -125,6 +125,7 @@ public:
 
     // When it returns, what all lanes copied is done.
     void finish(const Agent& agent) {
+        host::stay_away(16);
         run(agent);
         agent.sync();
     }

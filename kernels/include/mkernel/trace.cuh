@@ -7,7 +7,18 @@
 namespace mk {
 
 // What a span tells of; mkernel_cp/trace.py has the same codes.
-enum class Traced : u64 { enter = 1, wait = 2, copy = 3, compute = 4, store = 5, finish = 6 };
+enum class Traced : u64 {
+    enter = 1,
+    wait = 2,
+    copy = 3,
+    compute = 4,
+    store = 5,
+    finish = 6,
+    sort = 7,   // tokens by their experts
+    agree = 8,  // on who gets which of them
+    note = 9,   // what rows of experts are made of
+    sum = 10,   // over the rows of tokens
+};
 
 #if MK_TRACE
 // From its construction, or begin(), to its end, or end(). Spans of one thread follow each other or nest.

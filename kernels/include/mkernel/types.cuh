@@ -572,6 +572,7 @@ struct MoeDispatchGemmPlan {
 
 // Arrays that tell the rows of a result apart.
 struct RowOrigins {
+    u64* dispatch;  // the generation of the call that has filled them in
     i64* expert_offsets;
     i32* source_rank;
     i32* source_token;
@@ -589,7 +590,7 @@ struct MoeDispatchGemmParams {
     World* world;
     MoeDispatchGemmPlan* plan;
     CallMessage message;
-    u64 reserved[8];
+    u64 reserved[7];
 };
 
 // Sums between nodes: of each chunk of a rank's tokens, its gateway on another node sends one message. It says where in it
@@ -643,7 +644,7 @@ struct MoeCombineParams {
     World* world;
     MoeCombinePlan* plan;
     CallMessage message;
-    u64 reserved[4];
+    u64 reserved[3];
 };
 
 // What does not change from call to call of moe_layer. The second product starts from `hidden`, and gives `made`.

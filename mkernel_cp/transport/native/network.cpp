@@ -89,6 +89,15 @@ public:
         if (thread_.joinable()) thread_.join();
     }
 
+    // Whether there was anything to do.
+    bool step() {
+        bool busy = false;
+        if (!failed_ && !doubt_.since) trying(working_, [&] { busy = post_some(); });
+        busy = complete_some() || busy;
+        if (doubt_.since && now() - doubt_.since > patience_ns) fail(doubt_.card, shared_.rank, doubt_.status, 0);
+        return busy;
+    }
+
 private:
     static constexpr u64 flights = 1024;  // commands whose bytes have not been read yet, at most
     static constexpr int batch = 16;
@@ -104,11 +113,7 @@ private:
     void run() {
         u64 last = now();
         while (!stop_) {
-            bool busy = false;
-            if (!failed_ && !doubt_.since) trying(working_, [&] { busy = post_some(); });
-            busy = complete_some() || busy;
-            if (doubt_.since && now() - doubt_.since > patience_ns) fail(doubt_.card, shared_.rank, doubt_.status, 0);
-            if (busy) last = now();
+            if (step()) last = now();
             else if (now() - last < awake_ns) sched_yield();
             else {
                 const timespec nap{0, 50000};
@@ -434,6 +439,10 @@ MK_EXPORT int network_start(void* network, const void* shared, char* text, u64 r
 }
 
 MK_EXPORT void* network_context(void* network, u64 card) { return of(network).cards().at(card)->context; }
+
+// For simulations: ends the thread, whose steps others take from then on.
+MK_EXPORT void network_halt(void* network) { of(network).stop(); }
+MK_EXPORT int network_step(void* network) { return of(network).step(); }
 
 // Ends the thread, and then all that it used.
 MK_EXPORT void network_close(void* network) { delete static_cast<Proxy*>(network); }

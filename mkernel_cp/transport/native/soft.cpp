@@ -316,6 +316,13 @@ EXPORT void soft_counters(ibv_context* context, uint64_t* four) {
     memcpy(four, &static_cast<Context*>(context)->counters, sizeof(Counters));
 }
 
+// For simulations: ends the thread of this process's cards, whose steps others take from then on, until all cards are closed.
+EXPORT void soft_halt() {
+    Guard turn(nic().turn);
+    nic().halt();
+}
+EXPORT int soft_step(void*) { return nic().step_by_hand(); }
+
 // --- devices ---------------------------------------------------------------------------------------------------------
 
 EXPORT ibv_device** ibv_get_device_list(int* count) {

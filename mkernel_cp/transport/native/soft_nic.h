@@ -140,22 +140,34 @@ public:
             return problem;
         }
         wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-        stop_ = false;
         thread_ = std::thread(&Nic::run, this);
         return 0;
     }
 
     void stop(std::unique_lock<std::mutex>& lock) {
         if (--users_ > 0) return;
-        stop_ = true;
         lock.unlock();
-        wake();
-        thread_.join();
+        halt();
         lock.lock();
         links.close();
         incoming_.clear();
         held_.clear();
         close(wake_);
+    }
+
+    // Ends the thread; what there is to do waits for step_by_hand().
+    void halt() {
+        if (!thread_.joinable()) return;
+        stop_ = true;
+        wake();
+        thread_.join();
+        stop_ = false;
+    }
+
+    // Whether there was anything to do, or will be after some time.
+    bool step_by_hand() {
+        std::lock_guard<std::mutex> lock(mutex);
+        return step() || waits_;
     }
 
     void wake() {
@@ -218,11 +230,10 @@ private:
 
     void run() {
         uint32_t idle = 0;
-        for (;;) {
+        while (!stop_) {
             bool busy, waits;
             {
                 std::lock_guard<std::mutex> lock(mutex);
-                if (stop_) return;
                 busy = step();
                 waits = waits_;
             }
@@ -584,7 +595,8 @@ public:
 private:
     std::thread thread_;
     int users_ = 0, wake_ = -1;
-    bool stop_ = false, down_ = false;
+    std::atomic<bool> stop_{false};
+    bool down_ = false;
     bool waits_ = false;  // for a time to come, or for room
     uint64_t begun_ = 0;
     uint64_t clock_ = 0, last_step_ = 0;

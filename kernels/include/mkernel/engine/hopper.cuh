@@ -1,4 +1,4 @@
-// The engine of sm_90a, for bfloat16 and float16. A block is three warpgroups that meet in shared memory:
+// The engine of sm_90a, for bfloat16, float16 and tfloat32. A block is three warpgroups that meet in shared memory:
 //   producer   warp 0: asks the gate, and has tensor copies fill one stage after another with a panel of A and of B
 //   consumers  two warpgroups: multiply the panels, half of the tile's rows each, and put the tile into strips; where it is
 //              a part of a sum over ranks, they add to it what the storer says has come
@@ -63,9 +63,12 @@ static_assert(MK_THREADS == 128 * (1 + consumers), "one warpgroup loads and stor
 static_assert(MK_TILE_ROWS % (cluster * consumers * strip_rows) == 0, "consumers have equal shares of the rows");
 static_assert(cluster == 1 || cluster == 2, "pairs at most");
 
-// A panel in a stage: `extent` rows of A or columns of B, by 64 of k, loaded by `parts` blocks of the cluster. Lines
-// are along k, one for each of the extent; or, where k is not contiguous, across it: a box of 64 lines, one for each of
-// k, holds 64 of the extent, and box follows box.
+// Bytes of k that a matrix instruction takes.
+constexpr u32 step_bytes = 32, steps = line_bytes / step_bytes;
+
+// A panel in a stage: `extent` rows of A or columns of B, by a line of k, loaded by `parts` blocks of the cluster. Lines
+// are along k, one for each of the extent; or, where k is not contiguous (of 16 bits only), across it: a box of 64
+// lines, one for each of k, holds 64 of the extent, and box follows box.
 template <class T, u32 extent, bool across, u32 parts>
 struct Panel {
     static constexpr u32 line = line_bytes / sizeof(T);
@@ -73,7 +76,7 @@ struct Panel {
     static constexpr u32 part = extent / parts;
     static constexpr u32 box = across ? line : part;  // of the extent, that a tensor copy brings
     static constexpr u32 box_bytes = box * line_bytes;
-    static constexpr u32 step = across ? 16 * line_bytes : 16 * sizeof(T);  // bytes to the next 16 of k
+    static constexpr u32 step = across ? step_bytes / sizeof(T) * line_bytes : step_bytes;  // to what is next of k
     static_assert(part % box == 0 && box <= 256, "a part is whole boxes");
 
     // Of the extent, as few boxes as have `wanted` of it. load(to, x, y) brings one.
@@ -489,7 +492,7 @@ public:
             if (gathers) ptx::fence_shared_to_async();  // copiers write as threads do
             ptx::multiply_fence();
             MK_UNROLL
-            for (u32 step = 0; step < k / 16; ++step)
+            for (u32 step = 0; step < steps; ++step)
                 MK_UNROLL
                 for (u32 i = 0; i < blocks; ++i)
                     ptx::multiply<T, some, MK_A_BY_COLUMNS, !MK_B_BY_COLUMNS>(
@@ -673,9 +676,10 @@ public:
 //   schedule   the same for all blocks of a cluster: made of index / engine::cluster and count / engine::cluster.
 //              `halving`: whether there may be tiles of half as many columns
 //   shape.k    what the gate is asked for at a time: a multiple of 64
-//   source, b  are mapped: lines that are 16 bytes aligned: boxes of 64 contiguous elements by 64 lines, or
-//              (if k is contiguous) by all lines of Panel::part; swizzled by 128 bytes, zeros beyond the edges. A stack is
-//              one array of three dimensions. Rows that lie apart have no map, but are 16 bytes aligned
+//   source, b  are mapped: lines that are 16 bytes aligned: boxes of 128 contiguous bytes by 64 lines, or
+//              (if k is contiguous, as 32 bits must be) by all lines of Panel::part; swizzled by 128 bytes, zeros beyond
+//              the edges; of tfloat32, copies round. A stack is one array of three dimensions. Rows that lie apart have
+//              no map, but are 16 bytes aligned
 //   sink       map(piece, 64), by which a piece of a tile is stored at row first_row(piece): boxes of 128 bytes by 64 rows,
 //              swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows; pieces 64 rows of 128 bytes,
 //              which a warp delivers
@@ -689,7 +693,7 @@ template <class T, class Schedule, class Source, class Factor, class Gate, class
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
                     const Factor& b, Gate gate, Sink sink, Meanwhile meanwhile) {
     using Engine = Hopper<T, Schedule, decltype(source(Tile{})), Factor, Sink>;
-    static_assert(sizeof(T) == 2, "bfloat16 or float16");
+    static_assert(sizeof(T) == 2 || ptx::is_tfloat32<T>, "what there are matrix instructions for");
     const Scratch scratch = launch.agent().scratch();
     auto& shared = *reinterpret_cast<typename Engine::Shared*>(scratch.data);
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;

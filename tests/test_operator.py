@@ -1,0 +1,84 @@
+"""Calls that have been prepared: the same arrays again, with other data in them."""
+
+import numpy as np
+import pytest
+import worlds
+
+import mkernel_cp as mk
+from mkernel_cp.host_kernel import HostKernel
+from mkernel_cp.operators.operator import Operator
+from mkernel_cp.targets.host import HostTarget
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """Have the host target tell calls by their arrays, as GPUs do; a list of those prepared."""
+    calls, structs = [], []
+    ask, prepare = HostKernel.request, Operator._prepare_and_run
+
+    def key(machine, *arrays):
+        return tuple((x.ctypes.data, x.shape, x.strides, x.dtype) for x in arrays)
+
+    def request(params, *more):
+        structs.append(type(params).from_buffer_copy(params))
+        return ask(structs[-1], *more)
+
+    def prepare_and_run(self, given, out, key):
+        calls.append(key)
+        return prepare(self, given, out, key)
+
+    monkeypatch.setattr(HostTarget, "key", key)
+    monkeypatch.setattr(HostKernel, "request", staticmethod(request))
+    monkeypatch.setattr(Operator, "_prepare_and_run", prepare_and_run)
+    return calls
+
+
+OPERANDS = {
+    mk.AllGatherGemm: ((9, 5), (5, 7)),
+    mk.GemmReduceScatter: ((9, 5), (5, 7)),
+    mk.GemmAllReduce: ((9, 5), (5, 7)),
+    mk.RingAttention: ((1, 6, 2, 8),) * 3,
+    mk.MoeDispatchGemm: ((6, 4), (6, 2), (2, 4, 3)),
+    mk.MoeCombine: ((24, 3), (6, 2)),
+    mk.MoeLayer: ((6, 4), (6, 2), (6, 2), (2, 4, 6), (2, 3, 5)),
+}
+
+
+@pytest.mark.parametrize("form", ["function", "class"])
+@pytest.mark.parametrize("kind", OPERANDS, ids=lambda kind: kind.function)
+def test_a_call_with_the_same_arrays_is_prepared_once(prepared, kind, form):
+    function = getattr(mk, kind.function)
+
+    def filled(arrays, random):
+        for name, array in zip(kind.names, arrays, strict=True):
+            ids = name == "topk_idx"
+            array[...] = random.integers(-1, 4, array.shape) if ids else random.random(array.shape)
+        return arrays
+
+    def empty():
+        dtypes = (np.int64 if name == "topk_idx" else np.float64 for name in kind.names)
+        return [np.empty(*pair) for pair in zip(OPERANDS[kind], dtypes, strict=True)]
+
+    def program(comm):
+        random = np.random.default_rng(comm.rank)
+        more = []
+        if kind is mk.MoeCombine:
+            x, w = np.ones((6, 4)), np.ones((2, 4, 3))
+            more = [mk.moe_dispatch_gemm(x, random.integers(-1, 4, (6, 2)), w, comm=comm)[1]]
+        sets = [filled(empty(), random) for _ in range(2)]
+        call = function if form == "function" else kind(*sets[0], *more, comm=comm)
+        asked = {"comm": comm} if form == "function" else {}
+        outs = [call(*own, *more, **asked) for own in sets]
+        for i in (0, 1, 0, 0, 1):
+            own = filled(sets[i], random)
+            out = call(*own, *more, out=outs[i], **asked)
+            right = function(*(x.copy() for x in own), *more, comm=comm)
+            if kind is mk.MoeDispatchGemm:
+                (out, layout), (right, other) = out, right
+                assert layout is outs[i][1]
+                out, right = layout.trim(out), other.trim(right)
+            np.testing.assert_array_equal(out, right)
+
+    worlds.run(2, program)
+    again = [key for key in prepared if key is not None]
+    assert len(again) == len(set(again)) == 4  # two of each rank
