@@ -541,24 +541,6 @@ def hopper_group_tile(
     return replace(found[0], tile=options.tile) if found else None
 
 
-def gpu_tile(
-    row_counts: tuple[int, ...],
-    n: int,
-    k: int,
-    dtype: np.dtype,
-    out_dtype: np.dtype,
-    options: Options,
-    gpu: Gpu,
-    *,
-    gathers: bool = False,
-) -> PortableTile | HopperTile:
-    """Choose the engine of a GPU and its tile."""
-    tile = None
-    if _takes_hopper(gpu, dtype, options.tf32):
-        tile = hopper_tile(row_counts, n, options, gpu, k, gathers=gathers)
-    return tile or portable_tile(dtype, options, gpu.shared_bytes)
-
-
 def _takes_hopper(gpu: Gpu, dtype: np.dtype, tf32: bool) -> bool:
     """Return whether a GPU multiplies operands by the instructions of engine/hopper.cuh."""
     return gpu.arch == "sm_90a" and (dtype.itemsize == 2 or tf32)
@@ -1135,7 +1117,7 @@ def plan_allgather_gemm(
     """
     chunk_bytes = options.chunk_bytes or default_chunk_bytes(sum(row_counts) * k * dtype.itemsize)
     chunk = chunk_shape(row_counts, k, dtype, by_columns, chunk_bytes)
-    chosen = choose_tile(row_counts, n, k, dtype, out_dtype, options, gpu, gathers=True)
+    chosen = choose_tile(row_counts, n, k, dtype, options, gpu, gathers=True)
     tiles = sum(tile_counts(row_counts, n, chosen.tile))
     chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
     ranks = len(row_counts)
@@ -1193,7 +1175,6 @@ def choose_tile(
     n: int,
     k: int,
     dtype: np.dtype,
-    out_dtype: np.dtype,
     options: Options,
     gpu: Gpu | None,
     *,
@@ -1205,7 +1186,10 @@ def choose_tile(
     """
     if gpu is None:
         return host_tile(row_counts, n, k, options)
-    return gpu_tile(row_counts, n, k, dtype, out_dtype, options, gpu, gathers=gathers)
+    tile = None
+    if _takes_hopper(gpu, dtype, options.tf32):
+        tile = hopper_tile(row_counts, n, options, gpu, k, gathers=gathers)
+    return tile or portable_tile(dtype, options, gpu.shared_bytes)
 
 
 def choose_split(

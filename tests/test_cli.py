@@ -514,7 +514,7 @@ def test_compile_has_the_kernels_of_attention_that_plans_take(arch, kib):
 def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, tf32, columns):
     dtype, gpu = np.dtype(dtype), plan.Gpu("sm_90a", 132, 227 << 10)
     shape = (999,) * 4, columns, 777
-    tile = plan.choose_tile(*shape, dtype, dtype, plan.Options(tf32=tf32), gpu, gathers=True)
+    tile = plan.choose_tile(*shape, dtype, plan.Options(tf32=tf32), gpu, gathers=True)
     types = plan.type_defines(dtype, dtype, tf32=tf32)
     taken = plan.kernel_defines(types, tile, dtype, b_by_columns=tf32)
     assert taken in compile.kernels_for("allgather_gemm", gpu.arch)

@@ -532,6 +532,8 @@ def test_a_plan_refuses_other_operands_and_calls_after_its_end():
             room = np.ones((8, 6))
             with pytest.raises(ValueError, match=r"out\[0\] overlaps x"):
                 step(room[:4], IDS, W, out=(room[:, :3], None))
+            with pytest.raises(ValueError, match=r"out\[0\] has shape \(8, 6\)"):
+                mk.MoeDispatchGemm(X, IDS, W, comm=comm, out=(room, None))
         with pytest.raises(ValueError, match="closed"):
             step(X, IDS, W)
 

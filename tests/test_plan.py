@@ -322,7 +322,7 @@ KINDS = plans.GemmReduceScatterPlan, plans.GemmAllReducePlan
 
 def make_reduction(kind, case, rank, options=OPTIONS[0], one_shot=False, nodes=None):
     k, dtype = case.k_per_rank[rank], np.dtype(case.dtype)
-    tile = plans.choose_tile(case.row_counts, case.n, k, dtype, dtype, options, None)
+    tile = plans.choose_tile(case.row_counts, case.n, k, dtype, options, None)
     return plans.plan_reduction(
         *(kind, rank, case.row_counts, case.n, k, dtype, np.dtype(case.out_dtype)),
         *(np.dtype(case.transfer_dtype), tile, one_shot, options),
@@ -509,7 +509,7 @@ def test_a_small_budget_of_multiprocessors_gets_other_tiles_of_hopper():
 @pytest.mark.parametrize("dtype", ALLOWED, ids=str)
 def test_plans_of_sums_for_a_gpu(kind, dtype):
     counts, options = (1024,) * 4, mk.Options()
-    tile = plans.choose_tile(counts, 4096, 1024, dtype, dtype, options, H100)
+    tile = plans.choose_tile(counts, 4096, 1024, dtype, options, H100)
     plan = plans.plan_reduction(
         kind, 2, counts, 4096, 1024, dtype, dtype, dtype, tile, False, options, capacity=132
     )

@@ -141,7 +141,7 @@ def test_the_hopper_engine_is_for_16_bits_and_its_own_tiles():
     assert make(mk.Options(tile=(64, 128, 64)), gpu=H100).engine == "portable"
     assert make(rows=0, gpu=H100).split == (0, 1)
     float32 = np.dtype(np.float32)
-    tile = plan.gpu_tile((64,), 64, 64, float32, float32, mk.Options(), H100)
+    tile = plan.choose_tile((64,), 64, 64, float32, mk.Options(), H100)
     assert tile.engine == "portable"
     with pytest.raises(ValueError, match="clusters of 2"):
         make(mk.Options(tile=(256, 256, 64), split=(0, 5)), gpu=H100)

@@ -168,8 +168,9 @@ class AllGatherGemm(GemmOperator):
             comm.staging_agents > 0,
         )
 
-    def _constants(self, arena: Arena, base: int) -> Any:
+    def _constants(self, arena: Arena) -> Any:
         structures, plan, comm = structs.shared(), self.plan, self._comm
+        base = comm.segments[arena.number].address
         offsets = [arena.data_offset_for(arena.signals) + at for at in plan.arena_offsets()]
         self._stage = Location(arena.number, offsets[comm.rank])
         ranks = range(comm.size)

@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import compiler, structs
 from .. import plan as plans
+from .. import structs
 from ..communicator import Arena, Communicator
-from ..kernel import Kernel
 from . import operands
 from .operator import Operator, Preparation
 
@@ -131,8 +130,8 @@ class GemmOperator(Operator):
         """Return the plan, for a GPU that runs so many agents at a time."""
 
     @abc.abstractmethod
-    def _constants(self, arena: Arena, base: int) -> Any:
-        """Return the struct of the plan, for an arena that is mapped at `base` here."""
+    def _constants(self, arena: Arena) -> Any:
+        """Return the struct of the plan, for an arena."""
 
     @abc.abstractmethod
     def _place(self, a: operands.Operand, message: Any, before: Preparation) -> operands.Operand:
@@ -149,9 +148,7 @@ class GemmOperator(Operator):
     def _choose_tile(self) -> Any:
         spec, gpu = self._spec, self._comm.machine.gpu
         return plans.choose_tile(
-            *(spec.row_counts, spec.n, spec.k, spec.dtype, self._staged_dtype()),
-            *(spec.options, gpu),
-            gathers=True,
+            spec.row_counts, spec.n, spec.k, spec.dtype, spec.options, gpu, gathers=True
         )
 
     def _staged_dtype(self) -> np.dtype:
@@ -175,8 +172,7 @@ class GemmOperator(Operator):
         if self._comm.num_nodes > 1:
             words["MK_NODES"] = 1
         name = self._kernel_name()
-        source = str(compiler.kernel_source(name))
-        return self._comm.load(Kernel(source, name, tuple(compiler.macros(words).items())))
+        return self._comm.load(self._source(name, words))
 
     def _prefers_columns(self, name: str, operand: np.ndarray) -> bool | None:
         """Return whether the engine is to read an operand in F order; None if it may be either."""
@@ -191,7 +187,7 @@ class GemmOperator(Operator):
 
     def _fill_in(self, arena: Arena) -> None:
         comm, structures = self._comm, structs.shared()
-        constants = self._constants(arena, comm.segments[arena.number].address)
+        constants = self._constants(arena)
         params = getattr(structures, self._params_name())
         self._params = params(world=comm.world_address, plan=self._constant("plan", constants))
         self._params.message.digest = comm.digest(self._what)

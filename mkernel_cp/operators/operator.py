@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import errors
+from .. import compiler, errors
 from ..communicator import Arena, Communicator
+from ..kernel import Kernel, Module
 from . import operands
 
 # Calls, by their arrays, that need not be prepared again.
@@ -115,13 +116,13 @@ class Operator(abc.ABC):
         if step is None:
             results = spec.outputs(out, shadows, comm.machine)
             try:
-                step = comm.plans[spec] = cls.__new__(cls)
+                step = cls.__new__(cls)
                 step._set_up(spec, comm, *shadows)
-            except BaseException as error:
-                comm.plans.pop(spec, None)
-                if isinstance(error, errors.Error) and out is not None and comm.closed:
+            except errors.Error:
+                if out is not None and comm.closed:
                     cls._leave_nothing(results, comm.machine)
                 raise
+            comm.plans[spec] = step
         return step
 
     def _plan(
@@ -134,6 +135,8 @@ class Operator(abc.ABC):
             spec = self.spec_type(*shadows, comm, **asked)
             spec.outputs(out, shadows, comm.machine)
             self._set_up(spec, comm, *shadows)
+            if out is not None:
+                self._outputs(out, shadows)
 
     @classmethod
     def _own(cls, given: Sequence[Any], machine: Any) -> list[Any]:
@@ -153,6 +156,10 @@ class Operator(abc.ABC):
     @abc.abstractmethod
     def _set_up(self, spec: Any, comm: Communicator, *shadows: Any) -> None:
         """Agree with the other ranks, compile and plan, for operands like these; then `_bind`."""
+
+    def _source(self, name: str, defines: Mapping[str, str | int]) -> Kernel:
+        """Return one of the package's kernels, with these macros."""
+        return Module(compiler.kernel_source(name), defines=defines).kernel(name)
 
     @abc.abstractmethod
     def _fill_in(self, arena: Arena) -> None:

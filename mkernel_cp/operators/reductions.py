@@ -101,9 +101,7 @@ class ReductionOperator(GemmOperator):
         rows = (sum(spec.row_counts),) if self._one_shot else spec.row_counts
         # K_r may differ between ranks; the rows and columns of a tile may not.
         k = spec.k if gpu is None else _USUAL_K
-        tile = plans.choose_tile(
-            *(rows, spec.n, k, spec.dtype, self._staged_dtype(), spec.options, gpu)
-        )
+        tile = plans.choose_tile(rows, spec.n, k, spec.dtype, spec.options, gpu)
         return plans.whole_groups(tile) if self._one_shot else tile
 
     def _staged_dtype(self) -> np.dtype:
@@ -118,7 +116,7 @@ class ReductionOperator(GemmOperator):
     def _place(self, a: operands.Operand, message: Any, before: Preparation) -> operands.Operand:
         return self._readable(a, self._a_by_columns, before)
 
-    def _constants(self, arena: Arena, base: int) -> Any:
+    def _constants(self, arena: Arena) -> Any:
         reduction = self._reduction(arena)
         if not self._one_shot:
             return self._with_reduction(reduction, arena)
