@@ -489,7 +489,7 @@ class Communicator:
 
         Returns
         -------
-        numpy.ndarray
+        numpy.ndarray, or cupy.ndarray on the cuda target
 
         Raises
         ------
@@ -721,7 +721,7 @@ class Communicator:
 
     def agreement(
         self, what: str, need: Callable[[], tuple[int, int]] | None, work: Callable[[], Any]
-    ):
+    ) -> list[Any]:
         """Return what the ranks agreed on for `what`, asking them if it is new to them.
 
         It is new to all ranks or to none, since `what` holds nothing but what all must agree on.
@@ -1110,7 +1110,8 @@ class Communicator:
     def close(self) -> None:
         """Free what the communicator holds. Arrays in its segments stay valid here.
 
-        Collective over MPI, but never waits for a rank. May be called again.
+        Collective over MPI, but never waits for a rank, unless within a `trace`. May be called
+        again.
 
         Raises
         ------

@@ -104,11 +104,10 @@ class Options:
                     raise ValueError(f"Options({name}={value}): use at least 1")
 
 
-def check_dtype(name: str, dtype: np.dtype) -> np.dtype:
-    """Return a dtype that operators take; TypeError with the allowed ones otherwise."""
+def check_dtype(name: str, dtype: np.dtype) -> None:
+    """Raise TypeError, with the allowed ones, for a dtype that operators do not take."""
     if dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {dtype}: not allowed; use one of {_NAMES}")
-    return dtype
 
 
 def output_dtype(dtype: np.dtype, requested: object, name: str = "dtype") -> np.dtype:

@@ -55,12 +55,11 @@ def options(value: Any, exact: str = "", *, sums: bool = False) -> Options:
     return value or Options()
 
 
-def matrix(name: str, value: np.ndarray) -> np.ndarray:
-    """Return an operand that has two dimensions and an allowed dtype; TypeError or ValueError."""
+def matrix(name: str, value: np.ndarray) -> None:
+    """Raise ValueError or TypeError unless an operand has two dimensions and an allowed dtype."""
     if value.ndim != 2:
         raise ValueError(f"{name} has shape {value.shape}: use a matrix of 2 dimensions")
     check_dtype(name, value.dtype)
-    return value
 
 
 def same_dtype(a: np.ndarray, b: np.ndarray) -> np.dtype:
