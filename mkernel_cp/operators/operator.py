@@ -192,7 +192,8 @@ class Operator(abc.ABC):
     @classmethod
     def _key(cls, comm: Communicator, given: Sequence[Any], out: Any) -> Any:
         """Return what stands for a call that may be repeated; None to look at it each time."""
-        return None if out is None else comm.machine.key(*given, out)
+        outs = out if isinstance(out, tuple) else (out,)
+        return None if out is None else comm.machine.key(*given, *outs)
 
     def _run(self, given: Sequence[Any], out: Any, key: Any) -> Any:
         """Make a call; `key` stands for its arrays, with which it may have been made before."""

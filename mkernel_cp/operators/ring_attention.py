@@ -399,10 +399,6 @@ class RingAttention(Operator):
         """Return what `ring_attention` does, for operands of the planned shapes and dtypes."""
         return self._call((q, k, v), out, stream)
 
-    @classmethod
-    def _key(cls, comm: Communicator, given: Sequence[Any], out: Any) -> Any:
-        return super()._key(comm, (*given, *out) if isinstance(out, tuple) else given, out)
-
     def _request(
         self,
         own: Sequence[operands.Operand],
