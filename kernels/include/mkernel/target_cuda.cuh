@@ -127,12 +127,12 @@ MK_DEVICE u64 fetch_add(u64* word, u64 value) {
     return old;
 }
 
+// These order nothing else.
 MK_DEVICE u64 exchange(u64* word, u64 value) {
     u64 old;
-    asm volatile("atom.acq_rel.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
+    asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
     return old;
 }
-
 // Whether the word was `expected` and is now `value`.
 MK_DEVICE bool compare_exchange(u64* word, u64 expected, u64 value) {
     u64 old;
