@@ -133,6 +133,7 @@ MK_DEVICE u64 exchange(u64* word, u64 value) {
     asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
     return old;
 }
+
 // Whether the word was `expected` and is now `value`.
 MK_DEVICE bool compare_exchange(u64* word, u64 expected, u64 value) {
     u64 old;
