@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import compiler, structs
 from .. import plan as plans
+from .. import structs
 from ..communicator import Arena, Communicator
-from ..kernel import Module
 from . import operands
 from .operator import Operator, Preparation
 
@@ -173,7 +172,7 @@ class GemmOperator(Operator):
         if self._comm.num_nodes > 1:
             words["MK_NODES"] = 1
         name = self._kernel_name()
-        return self._comm.load(Module(compiler.kernel_source(name), defines=words).kernel(name))
+        return self._comm.load(self._source(name, words))
 
     def _prefers_columns(self, name: str, operand: np.ndarray) -> bool | None:
         """Return whether the engine is to read an operand in F order; None if it may be either."""

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import compiler, structs
 from .. import plan as plans
+from .. import structs
 from ..communicator import Arena, Communicator
-from ..kernel import Module
 from ..memory import Location
 from ..moe_plan import Combine, MoeCombinePlan, offsets_of, plan_moe_combine
 from ..reference import accumulator_dtype
@@ -184,7 +183,7 @@ class MoeCombine(Operator):
         if asked.several_nodes:
             words["MK_NODES"] = 1
             check_chunks(sums_chunks(asked, asked.ranks)[1], "sums", "Options(chunk_bytes=)")
-        kernel = Module(compiler.kernel_source("moe_combine"), defines=words).kernel("moe_combine")
+        kernel = self._source(self.function, words)
         comm.agreement(self._what, asked.need, lambda: comm.load(kernel) and None)
         self._kernel = comm.load(kernel)
         capacity = gpu_capacity(self._kernel, 0, spec.options, comm)

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import compiler, errors, structs
+from .. import errors, structs
 from .. import plan as plans
 from ..communicator import Arena, Communicator, extent
-from ..kernel import Module
 from ..memory import Location
 from ..moe_plan import (
     Combine,
@@ -319,8 +318,7 @@ class MoeDispatchGemm(Operator):
         if asked.several_nodes:
             words["MK_NODES"] = 1
             check_chunks(asked.ranks * asked.parts, "tokens", "Options(chunk_bytes=)")
-        module = Module(compiler.kernel_source("moe_dispatch_gemm"), defines=words)
-        kernel = module.kernel("moe_dispatch_gemm")
+        kernel = self._source(self.function, words)
 
         def compile_and_check() -> None:
             comm.load(kernel)

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import compiler, structs
 from .. import plan as plans
+from .. import structs
 from ..communicator import Arena, Communicator
-from ..kernel import Module
 from ..memory import Location
 from ..moe_plan import (
     ACTIVATIONS,
@@ -304,7 +303,7 @@ class MoeLayer(Operator):
             words["MK_NODES"] = 1
             chunks = sums_chunks(asked.combine, self._chunks())[1]
             check_chunks(chunks, "tokens and sums", "Options(chunk_bytes=)")
-        kernel = Module(compiler.kernel_source("moe_layer"), defines=words).kernel("moe_layer")
+        kernel = self._source(self.function, words)
 
         def compile_and_check() -> None:
             comm.load(kernel)

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import errors
+from .. import compiler, errors
 from ..communicator import Arena, Communicator
+from ..kernel import Kernel, Module
 from . import operands
 
 # Calls, by their arrays, that need not be prepared again.
@@ -135,7 +136,7 @@ class Operator(abc.ABC):
             spec.outputs(out, shadows, comm.machine)
             self._set_up(spec, comm, *shadows)
             if out is not None:
-                self._outputs(out, shadows)  # a plan may know more of what is needed
+                self._outputs(out, shadows)
 
     @classmethod
     def _own(cls, given: Sequence[Any], machine: Any) -> list[Any]:
@@ -155,6 +156,10 @@ class Operator(abc.ABC):
     @abc.abstractmethod
     def _set_up(self, spec: Any, comm: Communicator, *shadows: Any) -> None:
         """Agree with the other ranks, compile and plan, for operands like these; then `_bind`."""
+
+    def _source(self, name: str, defines: Mapping[str, str | int]) -> Kernel:
+        """Return one of the package's kernels, with these macros."""
+        return Module(compiler.kernel_source(name), defines=defines).kernel(name)
 
     @abc.abstractmethod
     def _fill_in(self, arena: Arena) -> None:
@@ -187,7 +192,8 @@ class Operator(abc.ABC):
     @classmethod
     def _key(cls, comm: Communicator, given: Sequence[Any], out: Any) -> Any:
         """Return what stands for a call that may be repeated; None to look at it each time."""
-        return None if out is None else comm.machine.key(*given, out)
+        outs = out if isinstance(out, tuple) else (out,)
+        return None if out is None else comm.machine.key(*given, *outs)
 
     def _run(self, given: Sequence[Any], out: Any, key: Any) -> Any:
         """Make a call; `key` stands for its arrays, with which it may have been made before."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import compiler, structs
 from .. import plan as plans
+from .. import structs
 from ..attention_plan import (
     LAYOUTS,
     MOST_COLUMNS,
@@ -21,7 +21,6 @@ from ..attention_plan import (
     zigzag_counts,
 )
 from ..communicator import Arena, Communicator, extent
-from ..kernel import Module
 from ..memory import Location, offsets_of
 from ..reference import accumulator_dtype, array_split_counts
 from ..transport.network import check_chunks
@@ -312,8 +311,7 @@ class RingAttention(Operator):
             macros["MK_NODES"] = 1
             chunks = attention.chunks_between_nodes
             check_chunks(chunks, f"{attention.chunk} positions", "Options(chunk_bytes=)")
-        module = Module(compiler.kernel_source("ring_attention"), defines=macros)
-        kernel = module.kernel("ring_attention")
+        kernel = self._source(self.function, macros)
         comm.agreement(self._what, lambda: need, lambda: comm.load(kernel) and None)
         self._kernel, capacity = comm.load(kernel), 0
         if gpu is not None:
@@ -400,10 +398,6 @@ class RingAttention(Operator):
     ) -> Any:
         """Return what `ring_attention` does, for operands of the planned shapes and dtypes."""
         return self._call((q, k, v), out, stream)
-
-    @classmethod
-    def _key(cls, comm: Communicator, given: Sequence[Any], out: Any) -> Any:
-        return super()._key(comm, (*given, *out) if isinstance(out, tuple) else given, out)
 
     def _request(
         self,

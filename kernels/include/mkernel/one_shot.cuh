@@ -1,7 +1,7 @@
-// Sums of few rows, where a message more costs more than its bytes: every rank tells its product to those who add its rows,
-// their owners or all, and adds up what it is told. Words carry data and their own signal: generation << 32 | 32 bits. Whoever sees one of this
-// generation has the bits: no fence, no second word. As signals they lie among signals, where nothing else looks like one
-// of a later generation.
+// Sums of few rows, where a message more costs more than its bytes: every rank tells its product to those who add its
+// rows, their owners or all, and adds up what it is told. Words carry data and their own signal: generation << 32 | 32
+// bits. Whoever sees one of this generation has the bits: no fence, no second word. As signals they lie among signals,
+// where nothing else looks like one of a later generation.
 #pragma once
 
 #include "roles.cuh"
@@ -9,7 +9,8 @@
 
 namespace mk {
 
-// Who adds which rows, and where words of them lie there: [source][row][group of columns]. A group has room for sums; what is shorter fills less.
+// Who adds which rows, and where words of them lie there: [source][row][group of columns]. A group has room for sums; what
+// is shorter fills less.
 template <class Acc>
 class ToldGroups {
 public:

@@ -127,9 +127,10 @@ MK_DEVICE u64 fetch_add(u64* word, u64 value) {
     return old;
 }
 
+// These order nothing else.
 MK_DEVICE u64 exchange(u64* word, u64 value) {
     u64 old;
-    asm volatile("atom.acq_rel.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
+    asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
     return old;
 }
 
