@@ -219,6 +219,16 @@ def test_attention_compiles_with_the_hopper_engine(dtype, columns, limit):
     assert found is None, found
 
 
+def test_attention_compiles_for_several_nodes():
+    """Movers, which ask for what has come over the network, lack registers."""
+    dtype = np.dtype("bfloat16")
+    tile = hopper_attention_tile(128, SHARED_BYTES["sm_90a"])
+    macros = {"MK_TYPE": plan.cpp_type(dtype), "MK_NODES": 1, **tile.defines(dtype)}
+    built = compile_kernel("ring_attention", "sm_90a", macros)
+    found = complaint(*built, "ring_attention", limit=192)
+    assert found is None, found
+
+
 @pytest.mark.parametrize("macros", [{}, {"MK_TRACE": 1}], ids=["plain", "traced"])
 def test_attention_compiles_without_a_plan(macros):
     built = compile_kernel("ring_attention", "sm_80", macros)

@@ -96,7 +96,7 @@ def late(comm, size):
 )
 def test_dispatch_back_to_back_with_late_ranks_and_roles(nodes, transport):
     size = sum(nodes)
-    case, turns = turns_of(size, 10)
+    case, turns = turns_of(size, 7)
 
     def program(comm):
         rank, w = comm.rank, weights_of(case, comm.rank)

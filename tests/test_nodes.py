@@ -128,7 +128,7 @@ class Turns:
     ids=str,
 )
 def test_back_to_back_calls_with_late_ranks_and_roles(operator, nodes, transport):
-    size, calls = sum(nodes), 12
+    size, calls = sum(nodes), 7
     turns = Turns(operator, size, calls)
 
     def program(comm):

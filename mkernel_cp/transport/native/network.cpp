@@ -102,6 +102,7 @@ private:
     static constexpr u64 flights = 1024;  // commands whose bytes have not been read yet, at most
     static constexpr int batch = 16;
     static constexpr u64 awake_ns = 2000 * nanoseconds_per_microsecond;
+    static constexpr u64 least_nap_ns = 50 * nanoseconds_per_microsecond, most_nap_ns = 20 * least_nap_ns;
     static constexpr u64 patience_ns = 1000000 * nanoseconds_per_microsecond;
     static constexpr u32 chunk_bits = 28;
 
@@ -114,12 +115,15 @@ private:
         u64 last = now();
         while (!stop_) {
             if (step()) last = now();
-            else if (now() - last < awake_ns) sched_yield();
-            else {
-                const timespec nap{0, 50000};
-                nanosleep(&nap, nullptr);
-            }
+            else nap(now() - last);
         }
+    }
+
+    // Longer and longer, but never so long that it matters after so much time of idleness.
+    static void nap(u64 idle_ns) {
+        if (idle_ns < awake_ns) return void(sched_yield());
+        const timespec time{0, long(std::min(std::max(idle_ns / 256, least_nap_ns), most_nap_ns))};
+        nanosleep(&time, nullptr);
     }
 
     static u64 now() {

@@ -217,6 +217,7 @@ private:
     static constexpr size_t rc_window = 8, srd_window = 32, most_held = 24;
     static constexpr int packets_at_a_time = 16;
     static constexpr uint64_t srd_timeout_ns = 2000000000;
+    static constexpr uint64_t lost_timeout_ns = 20000000;  // of what a fault has swallowed: there is nothing to wait for
     static constexpr uint64_t longest_step_ns = 10000000;
 
     struct Held {
@@ -328,7 +329,7 @@ private:
             }
             send.started = true;
             send.sent += bytes;
-            if (send.whole()) send.deadline = clock_ + timeout_of(qp);
+            if (send.whole()) send.deadline = clock_ + (lost(send) ? lost_timeout_ns : timeout_of(qp));
             return true;
         }
         return false;
