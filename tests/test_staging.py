@@ -18,6 +18,14 @@ from test_ring_attention import call as attend
 
 import mkernel_cp as mk
 from mkernel_cp import plan
+from mkernel_cp.attention_plan import Attention, plan_ring_attention
+from mkernel_cp.moe_plan import (
+    Layer,
+    layer_tile,
+    plan_moe_combine,
+    plan_moe_dispatch_gemm,
+    plan_moe_layer,
+)
 
 WORLDS = [(2, (1, 1), "efa"), (3, (2, 1), "verbs"), (4, (1, 2, 1), "efa")]
 A, B = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
@@ -206,6 +214,25 @@ def test_cards_write_tokens_and_sums_as_the_plan_says(kind):
             assert sent(lambda: step(*own)) == planned
 
     worlds.run(4, program, nodes=(1, 2, 1), transport=TRANSPORTS[kind == "uniform"])
+
+
+def test_those_who_serve_the_network_are_among_what_a_gpu_runs():
+    half, options, gpu, agents = np.dtype("f2"), mk.Options(), plan.Gpu("sm_80", 66, 163 << 10), 66
+    asked = {"nodes": (1, 1), "staged": True}
+    attention = Attention(
+        *(1, (4096, 4096), 8, 8, 64, half), causal=True, scale=1.0, layout="contiguous", **asked
+    )
+    layer = Layer(2, 512, 512, 512, 8, 2, half, half, "silu", 4096, **asked)
+    tile = layer_tile(0, layer, options, gpu)
+    plans = [
+        plan_ring_attention(0, attention, options, gpu, agents),
+        plan_moe_dispatch_gemm(0, layer.dispatch, tile, options, agents),
+        plan_moe_combine(0, layer.combine, options, gpu, agents),
+        plan_moe_layer(0, layer, tile, options, agents),
+    ]
+    for each in plans:
+        assert sum(each.split) + each.network_agents == agents, each.operator
+        assert each.staged
 
 
 def test_a_line_may_be_longer_than_a_slot(monkeypatch):
