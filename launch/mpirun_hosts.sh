@@ -11,8 +11,6 @@ hostfile="$1" each="$2"
 shift 2
 # shellcheck disable=SC2119 # no extras
 prepare
-# Between hosts there is no path for GPUs yet.
-export MKERNEL_TARGET="${MKERNEL_TARGET:-host}"
 # Network cards lock the memory that they read and write.
 [[ $(ulimit -l) == unlimited ]] || say "ulimit -l is $(ulimit -l) KiB: registrations of memory may fail"
 

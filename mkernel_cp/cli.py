@@ -51,6 +51,13 @@ every MPI program: mpirun -n 4 mkernel-cp demo. `doctor` names the launcher that
 missing."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that takes no part of a name for it, nor do those of commands."""
+
+    def __init__(self, **keywords: Any):
+        super().__init__(**keywords, allow_abbrev=False)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 1 if it failed, 2 for a wrong command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -74,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mkernel-cp", description=_DESCRIPTION)
+    parser = _Parser(prog="mkernel-cp", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"mkernel_cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -124,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     operator.add_argument(
         "--causal", action="store_true", help="a position sees only itself and those before it"
     )
-    operator.add_argument("--scale", type=float, help="of the scores (default: 1 / sqrt(D))")
+    operator.add_argument("--scale", type=run.finite, help="of the scores (default: 1 / sqrt(D))")
     operator.add_argument(
         "--layout",
         choices=LAYOUTS,
@@ -192,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
             help=f"beside {alone}, NCCL{others}",
             description=f"Measure {what} beside {alone} alone, {alone} and NCCL one after the other"
             f"{others}, as far as they are installed. efficiency = floor / fused, and floor is the "
-            "longer of compute and transfer.",
+            "longest of compute, transfer and network; the README explains the columns.",
         )
         _add_measured(operator, name)
         if name.startswith("moe"):

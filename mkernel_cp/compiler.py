@@ -38,6 +38,7 @@ logger = logging.getLogger("mkernel_cp.compiler")
 _FORMAT_VERSION = 1
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _STALE_SECONDS = 3600.0
+_LEAST_ARCH = 80  # whose instructions the kernels use
 
 _HOST_OPTIONS = (
     *("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
@@ -226,6 +227,8 @@ def check_arch(arch: str) -> None:
     """Raise ValueError for what is not the name of an architecture of GPUs."""
     if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
         raise ValueError(f"arch {arch!r}: not allowed; use one as sm_80 or sm_90a")
+    if int(arch[3:].rstrip("af")) < _LEAST_ARCH:
+        raise ValueError(f"arch {arch!r}: too old; use sm_{_LEAST_ARCH} or later")
 
 
 def losses(log: str) -> list[str]:
@@ -282,7 +285,7 @@ def nvrtc() -> types.ModuleType:
     except (ImportError, RuntimeError) as error:
         raise ConfigurationError(
             f"no NVRTC, which compiles kernels for GPUs ({error}); install it with "
-            "pip install 'mkernel_cp[cu13]' (cu12 for a driver of CUDA 12)"
+            "mkernel_cp with its extra cu13 (cu12 for a driver of CUDA 12)"
         ) from None
     return module
 

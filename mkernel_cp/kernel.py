@@ -63,7 +63,8 @@ class Module:
     Examples
     --------
     >>> kernel = mk.Module("heat.cu").kernel("heat")
-    >>> comm.launch(kernel, 3, (field, following, halo, arrived, rows, 0.1), operand=field)
+    >>> arguments = field, following, halo, arrived, rows, columns, rows_above, 0.1
+    >>> comm.launch(kernel, 3, arguments, operand=field)
     """
 
     def __init__(

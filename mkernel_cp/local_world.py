@@ -27,10 +27,11 @@ class LocalWorld:
 
     Examples
     --------
-    >>> def program(comm):
-    ...     with mk.Communicator(comm) as c:
-    ...         return mk.allgather_gemm(a[c.rows(len(a))], b, comm=c)
-    >>> results = LocalWorld(4).run(program)
+    >>> def program(mpi):
+    ...     with mk.Communicator(mpi) as comm:
+    ...         counts = comm.row_counts(len(a))
+    ...         return mk.allgather_gemm(a[comm.rows(len(a))], b, comm=comm, row_counts=counts)
+    >>> results = mk.LocalWorld(4).run(program)
     """
 
     def __init__(self, size: int, *, hosts: Sequence[int] = ()):

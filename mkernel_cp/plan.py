@@ -732,7 +732,7 @@ class GemmPlan(NodesPlan):
             f"{self.dtype.name} -> {self.out_dtype.name}{tf32_text(self.tf32)}, rank "
             f"{self.rank} of {len(self.row_counts)}, rows {list(self.row_counts)}",
             f"target {self.target}, engine {self.engine}: tile {self.tile}, "
-            f"{self.split[1]} compute agents{clusters}",
+            f"{self.split[1]} compute agent{'s' * (self.split[1] != 1)}{clusters}",
         )
 
     def _movers(self) -> str:
@@ -959,13 +959,14 @@ class GemmReduceScatterPlan(GemmPlan):
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
-        order = " and then ".join(", ".join(map(str, ring)) for ring in self.topology.rings)
+        rings = " and then ".join(", ".join(map(str, ring)) for ring in self.topology.rings)
+        order = "ranks from the owner of a row on" if self.one_shot else f"ranks {rings}"
         at_once = ("all of it comes in one shot",) if self.one_shot else ()
         return "\n".join(
             (
                 *self._heading(),
                 f"partial sums travel as {self.transfer_dtype.name} and are added in the order of "
-                f"ranks {order}; {self.bytes_from_peers} bytes come to this rank, into "
+                f"{order}; {self.bytes_from_peers} bytes come to this rank, into "
                 f"{self.memory} bytes of slots",
                 *self._between_nodes(self.receivers),
                 *at_once,

@@ -359,7 +359,7 @@ class Trace:
             except (OSError, errors.ConfigurationError) as error:
                 if together:
                     raise
-                logger.warning("cannot write the trace to %s: %s", self.path, error)
+                logger.warning("%s", error)
 
     def _write(self) -> None:
         if self._file is None and self._rank:  # what could not be handed to rank 0

@@ -88,3 +88,21 @@ def test_a_call_with_the_same_arrays_is_prepared_once(prepared, kind, form):
     worlds.run(2, program)
     again = [key for key in prepared if key is not None]
     assert len(again) == len(set(again)) == 4  # two of each rank
+
+
+def test_a_call_is_prepared_anew_when_segments_have_changed(prepared):
+    """What has the address of one that is gone need not be where peers look for it."""
+
+    def program(comm):
+        out, a = np.empty((2 * comm.size, 4)), comm.empty((2, 4), np.float64)
+        for more in (0, 0, 1 << 22, 0):
+            a[...] = comm.rank + more
+            kept = comm.empty(more, np.uint8)
+            mk.allgather_gemm(a, b, comm=comm, out=out)
+            np.testing.assert_array_equal(out[:, 0], np.repeat(np.arange(comm.size), 2) + more)
+            del kept
+
+    b = np.eye(4)
+    worlds.run(2, program)
+    again = [key for key in prepared if key is not None and key[1][0] == b.ctypes.data]
+    assert len(again) > len(set(again)) == 2

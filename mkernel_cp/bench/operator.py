@@ -113,10 +113,10 @@ class OperatorBench(abc.ABC):
 
     def _meet(self, rival: Any) -> Any:
         """Return a rival, or why there is none."""
-        if self._comm.target == "host":
-            return "needs GPUs"
         if self.operator not in rival.operators:
             return f"has no {self.operator}"
+        if self._comm.target == "host":
+            return "needs GPUs"
         # Alone first: joining the others may be to wait for them.
         module = self._attempt(lambda: importlib.import_module(rival.module))
         return module if isinstance(module, str) else self._attempt(lambda: rival(self._comm))

@@ -282,5 +282,5 @@ def _figure() -> Any:
         return importlib.import_module("matplotlib.figure").Figure()
     except ImportError as error:
         raise ConfigurationError(
-            f"--plot needs matplotlib ({error}): pip install 'mkernel_cp[plot]'"
+            f"--plot needs matplotlib ({error}): install mkernel_cp with its extra plot"
         ) from None

@@ -93,6 +93,8 @@ def bench(comm: Communicator, arguments: argparse.Namespace) -> int:
                 records.write(arguments.json, done)
         for note in records.notes(done):
             say(note)
+        if arguments.json and done:
+            say(f"records: {arguments.json}")
         if arguments.plot and comm.rank == 0 and done:
             records.draw(arguments.plot, done)
     if wrong:

@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import time
+import tokenize
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -190,7 +191,7 @@ def moe_combine(comm: Communicator, arguments: argparse.Namespace) -> int:
         rows, ids = _open_array(arguments.rows), _open_array(arguments.topk_idx, 2, _IDS)
         weights = _open_weights(arguments, rows.dtype, ids)
         _check_ids(arguments.topk_idx, ids, _experts_named(ids))
-        _check_shape(arguments.rows, rows.shape, (np.count_nonzero(ids >= 0), rows.shape[1]))
+        _check_shape(arguments.rows, rows.shape, (int((ids >= 0).sum()), rows.shape[1]))
         words = f"sums of {rows.shape} {rows.dtype}"
         return [rows, ids, weights], [_Result((len(ids), rows.shape[1]), rows.dtype, words)]
 
@@ -250,6 +251,17 @@ def _open_weights(arguments: argparse.Namespace, dtype: np.dtype, ids: np.ndarra
     weights = _open_array(arguments.topk_weight, 2, (accumulator_dtype(dtype),))
     _check_shape(arguments.topk_weight, weights.shape, ids.shape)
     return weights
+
+
+def finite(text: str) -> float:
+    """Return a number; ArgumentTypeError for what is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a finite number")
+    return value
 
 
 def _experts_named(ids: np.ndarray) -> int:
@@ -371,7 +383,7 @@ def _open_array(
     with open(path, "rb") as file:
         try:
             shape, fortran_order, dtype = _read_header(file)
-        except ValueError as error:
+        except (ValueError, SyntaxError, tokenize.TokenError) as error:
             raise ValueError(f"{path} is not a .npy file of numbers: {error}") from None
         offset = file.tell()
         size = os.fstat(file.fileno()).st_size
@@ -385,6 +397,8 @@ def _open_array(
         raise TypeError(f"{path} has dtype {dtype}: use {' or '.join(map(str, dtypes))}")
     if like is not None and dtype != like[1]:
         raise TypeError(f"{like[0]} has dtype {like[1]}, {path} {dtype}: use one")
+    if any(type(extent) is not int or extent < 0 for extent in shape):
+        raise ValueError(f"{path} has shape {shape}: use extents of 0 or more")
     need = offset + math.prod(shape) * dtype.itemsize
     if size < need:
         raise ValueError(

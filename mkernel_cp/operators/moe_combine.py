@@ -334,7 +334,8 @@ def check_weights(weights: np.ndarray, dtype: np.dtype, tokens: int, slots: int)
     """Raise TypeError or ValueError unless there is a weight for every slot of every token."""
     if weights.dtype != accumulator_dtype(dtype):
         raise TypeError(
-            f"topk_weight has dtype {weights.dtype}: use {accumulator_dtype(dtype)} for {dtype}"
+            f"topk_weight has dtype {weights.dtype}: with operands of {dtype} it must be "
+            f"{accumulator_dtype(dtype)}"
         )
     if weights.shape != (tokens, slots):
         raise ValueError(

@@ -492,8 +492,8 @@ def check_room(agreed: Dispatch, columns: int, comm: Communicator) -> None:
     nbytes = rows * columns * agreed.out_dtype.itemsize
     if nbytes > free // 4:
         raise ValueError(
-            f"rank {comm.rank} may get {rows} rows, which take {nbytes} bytes, more than a quarter "
-            f"of the {free} that are free: pass capacity=, the most rows that a rank is to get"
+            f"{rows} rows may come, which take {nbytes} bytes, more than a quarter of the {free} "
+            f"that are free: pass capacity=, the most rows that a rank is to get"
         )
 
 

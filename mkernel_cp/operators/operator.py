@@ -86,6 +86,7 @@ class Operator(abc.ABC):
     _arena: Arena | None
     _arrays: dict[str, Any]
     _ready: dict[Any, tuple[Any, Preparation]]
+    _pointers: np.ndarray
 
     # --- plans ------------------------------------------------------------------------------------
 
@@ -172,6 +173,7 @@ class Operator(abc.ABC):
     def _bind(self) -> None:
         """Fill in the structs with the addresses that the arena gives now."""
         self._arena, self._arrays, self._ready = self._comm.arena, {}, {}
+        self._pointers = self._comm.segments.pointers
         self._fill_in(self._arena)
 
     def _constant(self, name: str, data: Any) -> int:
@@ -198,12 +200,16 @@ class Operator(abc.ABC):
     def _run(self, given: Sequence[Any], out: Any, key: Any) -> Any:
         """Make a call; `key` stands for its arrays, with which it may have been made before."""
         comm = self._comm
+        if self._pointers is not comm.segments.pointers:
+            # Memory may be gone, and what has its address now need not be where peers look.
+            self._pointers, self._ready = comm.segments.pointers, {}
         ready = self._ready.get(key) if self._arena is comm.arena else None
         if ready is None:
             return self._prepare_and_run(given, out, key)
         comm.machine.begin()
+        comm.machine.hold(given, out)
         self._launch(*ready, dict(zip(self.names, given, strict=False)), out)
-        return out
+        return self._returned(out, out)
 
     def _prepare_and_run(self, given: Sequence[Any], out: Any, key: Any) -> Any:
         machine = self._comm.machine
@@ -214,7 +220,7 @@ class Operator(abc.ABC):
         before = Preparation(machine)
         targets = [_target(result, before, machine) for result in results]
         request = self._prepared(own, targets, before)
-        machine.hold(before.used, targets)
+        machine.hold(own, results, targets, before.used)
         try:
             self._launch(request, before, _arrays_of(own), results)
         finally:
@@ -261,7 +267,7 @@ class Operator(abc.ABC):
     ) -> None:
         """Launch, with operands by name."""
         comm = self._comm
-        comm.machine.hold(self._arrays, arrays, results)
+        comm.machine.hold(self._arrays)
         before.copy(arrays)
         comm.run(self._kernel, request, self._what)
 

@@ -757,7 +757,7 @@ _graveyard: list[_Grave] = []
 
 def _libraries() -> tuple[types.ModuleType, types.ModuleType]:
     """Import CuPy and cuda-python, and see that they reach a GPU; else ConfigurationError."""
-    extra = f"pip install 'mkernel_cp[cu{driver_series()}]'"
+    extra = f"install mkernel_cp with its extra cu{driver_series()}"
     try:
         cupy = importlib.import_module("cupy")
         driver = importlib.import_module("cuda.bindings.driver")

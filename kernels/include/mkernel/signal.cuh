@@ -228,6 +228,7 @@ private:
             // An acquire costs more than a load: only for what is new.
             if (load_relaxed(signal) != seen) {
                 verdict = check(seen = load_acquire(signal));
+                clock.since = now_ns();  // it goes on
                 continue;
             }
             if (spins % spins_per_look) continue;
