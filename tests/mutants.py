@@ -546,6 +546,12 @@ MUTANTS = {
         "Traced::note, Tile{peer, tokens,",
         TRACES,
     ),
+    "deadline: of a wait that goes on": Mutant(
+        H + "signal.cuh",
+        "clock.since = now_ns();  // it goes on",
+        "",
+        ("test_kernel.py::test_a_wait_that_goes_on_is_not_over[12-0.1]",),
+    ),
     "combination: layouts of different dispatches": Mutant(
         "moe_combine.cu", "message.digest += *p.origins.dispatch;", "", LAYOUTS
     ),

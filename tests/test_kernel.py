@@ -179,3 +179,51 @@ def test_what_a_module_is_not_for_is_refused(module, tmp_path):
             mk.allgather_gemm(np.ones((2, 2)), np.ones((2, 2)), comm=comm, stream=7)
 
     worlds.run(2, program)
+
+
+STEPS = """
+    #include <mkernel/roles.cuh>
+
+    namespace mk {
+
+    struct StepParams {
+        World* world;
+        CallMessage message;
+        u64* signal;
+        i64 steps, step_ns;
+    };
+
+    // The second agent raises a signal step by step, and the first one waits for the last step.
+    MK_KERNEL(steps, StepParams, p) {
+        Launch launch(p.world, {1, 1});
+        const Subject last{Awaited::arrival, everyone, 0};
+        if (launch.is(Role::mover)) launch.wait(launch.agent(), p.signal, u64(p.steps), last);
+        for (i64 i = 1; launch.is(Role::compute) && i <= p.steps; ++i) {
+            const u64 until = now_ns() + u64(p.step_ns);
+            for (u32 spins = 0; now_ns() < until; ++spins) pause(spins);
+            store_release<Scope::device>(p.signal, launch.target(u64(i)));
+        }
+        launch.finish();
+    }
+
+    }  // namespace mk
+"""
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [(12, 0.1), (1, 1.2)])
+def test_a_wait_that_goes_on_is_not_over(tmp_path, steps, seconds):
+    """A deadline counts from what was seen last."""
+    path = tmp_path / "steps.cu"
+    path.write_text(textwrap.dedent(STEPS))
+    kernel = mk.Module(path).kernel("steps")
+
+    def main(mpi):
+        with mk.Communicator(mpi, progress_timeout=1) as comm:
+            signal = comm.zeros(1, np.uint64)
+            comm.launch(kernel, 2, (signal, steps, int(seconds * 1e9)))
+
+    if steps > 1:
+        mk.LocalWorld(1).run(main)
+    else:
+        with pytest.raises(mk.TimeoutError):
+            mk.LocalWorld(1).run(main)

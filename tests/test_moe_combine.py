@@ -290,7 +290,11 @@ WRONG = {
     "a vector": (ValueError, "2 dimensions", {"rows": ROWS[0]}),
     "few rows": (ValueError, "layout has 6 rows, but rows has 5", {"rows": ROWS[:5]}),
     "integers": (TypeError, "bfloat16, float16", {"rows": ROWS.astype(int)}),
-    "weights of another type": (TypeError, "must be float64", {"topk_weight": WEIGHTS.astype("f4")}),
+    "weights of another type": (
+        TypeError,
+        "must be float64",
+        {"topk_weight": WEIGHTS.astype("f4")},
+    ),
     "weights of 16 bits": (
         TypeError,
         "with operands of float16 it must be float32",
