@@ -358,7 +358,7 @@ WRONG = {
     "activation": (ValueError, "'swiglu', 'gelu', 'silu', None", {"activation": "relu"}),
     "fractional ids": (TypeError, "int32 or int64", {"topk_idx": WEIGHTS}),
     "weights": (ValueError, r"use \(4, 2\)", {"topk_weight": WEIGHTS[:3]}),
-    "weights' type": (TypeError, "use float64", {"topk_weight": WEIGHTS.astype("f4")}),
+    "weights' type": (TypeError, "must be float64", {"topk_weight": WEIGHTS.astype("f4")}),
     "experts": (ValueError, "num_experts=7: rank .* passes 1", {"num_experts": 7}),
     "capacity": (ValueError, "0 or more", {"capacity": -1}),
     "out of another shape": (ValueError, "the result has", {"out": np.ones((4, 4))}),
