@@ -21,7 +21,9 @@ TESTS = Path(__file__).parent
 SHARED_OUT = ("-n", str(os.cpu_count()), "--dist", "worksteal")  # among processes
 QUICK = ("test_interleavings.py", "test_failure.py", "test_allgather_gemm.py")
 INTERLEAVINGS = ("test_interleavings.py",)
+STOPPED = ("test_interleavings.py::test_a_stopped_rank_ends_all_waits_at_a_deadline",)
 FAILURES = ("test_failure.py",)
+DIFFERENT_SUMS = ("test_failure.py::test_sums_that_differ_are_told_on_all_ranks",)
 SUMS = ("test_reductions.py",)
 ONE_SHOT = (
     *(
@@ -138,11 +140,13 @@ MUTANTS = {
         H + "world.cuh",
         "return inbox.message.digest == digest ? Poll::done : Poll::mismatch;",
         "return Poll::done;",
+        DIFFERENT_SUMS,
     ),
     "refusal": Mutant(
         H + "world.cuh",
         "if (seen >= target(u64(Called::refused))) return Poll::refused;\n",
         "",
+        ("test_failure.py::test_a_rank_that_refuses_a_sum_alone_is_quoted_though_it_owns_no_rows",),
     ),
     "signals of an earlier call": Mutant(
         H + "signal.cuh",
@@ -174,15 +178,22 @@ MUTANTS = {
         H + "signal.cuh", "return generation_ << 32 | progress;", "return u64(1) << 32 | progress;"
     ),
     "abort look": Mutant(
-        H + "signal.cuh", "if (load_relaxed(&world_.pages[rank()]->abort)) return give_up();", ""
+        H + "signal.cuh",
+        "if (load_relaxed(&world_.pages[rank()]->abort)) return give_up();",
+        "",
+        DIFFERENT_SUMS,
     ),
     "abort of the others": Mutant(
-        H + "signal.cuh", "if (load_relaxed(abort) == 0) store_release", "if (!abort) store_release"
+        H + "signal.cuh",
+        "if (load_relaxed(abort) == 0) store_release",
+        "if (!abort) store_release",
+        STOPPED,
     ),
     "closed look": Mutant(
         H + "signal.cuh",
         "if (alone)",
         "if (false)",
+        ("test_failure.py::test_a_peer_that_has_closed_is_not_waited_for",),
     ),
     "deadline": Mutant(
         H + "signal.cuh", "if (limit && now - clock.since > limit)", "if (limit > now)"
@@ -198,11 +209,19 @@ MUTANTS = {
         "        run(agent);",
         SANITIZED,
     ),
-    "verdict broadcast": Mutant(H + "signal.cuh", "verdict = who.broadcast(verdict);", ""),
+    "verdict broadcast": Mutant(
+        H + "signal.cuh",
+        "verdict = who.broadcast(verdict);",
+        "",
+        (
+            "test_interleavings.py::test_every_interleaving_gives_the_right_result[allgather_gemm-2-split2-500]",
+        ),
+    ),
     "NaN after a failure": Mutant(
         H + "engine/host.cuh",
         "arrived ? sink.transform(sums[i * pitch + j]) : not_a_number<Out>()",
         "sink.transform(sums[i * pitch + j])",
+        STOPPED,
     ),
     "M tail": Mutant(
         H + "schedule.cuh",
@@ -249,7 +268,7 @@ MUTANTS = {
         "            for (u32 peer = 0; peer < peers; ++peer, from += to_next) {",
         "const Partial* from = pushed + i64(peers - 1) * to_next;\n"
         "            for (u32 peer = 0; peer < peers; ++peer, from -= to_next) {",
-        SUMS,
+        ("test_reductions.py::test_sums_start_with_the_owner_and_go_around_the_ring",),
     ),
     "slot of another source": Mutant(
         H + "reduction.cuh",
@@ -285,7 +304,7 @@ MUTANTS = {
         H + "reduction.cuh",
         "if (!launch.live()) {\n            this->fill",
         "if (false) {\n            this->fill",
-        INTERLEAVINGS,
+        STOPPED,
     ),
     "partial sums in the output's type": Mutant(
         "gemm_reduce_scatter.cu", "Push<SumType, PartialType>", "Push<SumType, Type>", SUMS
@@ -297,7 +316,10 @@ MUTANTS = {
         INTERLEAVINGS,
     ),
     "greeting": Mutant(
-        H + "world.cuh", "if (!await_call(peer, message.digest)) return false;", "", FAILURES
+        H + "world.cuh",
+        "if (!await_call(peer, message.digest)) return false;",
+        "",
+        DIFFERENT_SUMS,
     ),
     "wait for sums": Mutant(
         H + "reduction.cuh",
