@@ -25,7 +25,9 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     const AllGatherGemmPlan& plan = *p.plan;
     Launch launch(p.world, plan.split, Agent::warps);
     const u64 rank = launch.rank(), size = launch.size();
-    const i64 together = RingTiles::group * plan.tile.rows;
+    // Rows whose tiles are multiplied at about the same time: in whole groups.
+    const i64 across = ceil_div(plan.n, plan.tile.columns), blocks = i64(plan.split.compute) / (across > 0 ? across : 1);
+    const i64 together = (blocks / RingTiles::group + 1) * RingTiles::group * plan.tile.rows;
 
     auto bring_rows = [&](Launch self, Scratch scratch) {
         Landing<Type> landing(self, plan.landing);

@@ -1,6 +1,6 @@
 // gemm_allreduce: every rank gets the whole sum over ranks of A @ B; a rank has its own A (M, K_r) and B (K_r, N).
 //   movers   tell the peers that this rank has entered the call, and see them enter it; then they store the sums of the
-//            peers' rows as these come in
+//            peers' rows as these come in, but for those of the last stripe, which are there when all have multiplied
 //            (where the plan has none, a part of each compute agent does so, or the whole of it when it has multiplied)
 //   compute  takes the columns stripe by stripe. It multiplies the rows of rank + 1, rank + 2, ... first, and pushes each
 //            finished tile to the owner of its rows; in own rows, the last, it adds what the peers have pushed, the next
@@ -39,15 +39,21 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
 
     auto store = [&] { return Store<OutType>(p.c, reduction.row_start[size], reduction.row_start); };
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
-    auto collect = [&](Launch& self) {
+    auto collect = [&](Launch& self, bool last_stripe, u64 agent, u64 agents) {
         const TileShape part{reduction.part_rows, reduction.part_columns, 0};
-        const RingTiles of_peers(rows_of_all(self, reduction, part, false), {1, size}, plan.stripe, self.member(),
-                                 self.members());
-        for (Tile of_peer : of_peers) Sums<OutType, engine::sends_strips>(plan).collect(self, of_peer, store());
+        const RingTiles of_peers(rows_of_all(self, reduction, part, false), {1, size}, plan.stripe, agent, agents);
+        const i64 last = (ceil_div(reduction.n, plan.stripe) - 1) * plan.stripe;
+        for (Tile of_peer : of_peers)
+            if ((of_peer.columns.begin >= last) == last_stripe)
+                Sums<OutType, engine::sends_strips>(plan).collect(self, of_peer, store());
+    };
+    auto collect_early = [&](Launch& self) { collect(self, false, self.member(), self.members()); };
+    auto collect_late = [&](Launch& self) {
+        collect(self, true, self.agent().index(), reduction.split.movers + reduction.split.compute);
     };
     using Nodes = NodeSums<SumType, PartialType>;
 
-    if (launch.is(Role::mover)) greet(launch), collect(launch);
+    if (launch.is(Role::mover)) greet(launch), collect_early(launch), collect_late(launch);
     if (several_nodes && launch.is(Role::inter_reduce))
         launch.apart([&](Launch& self) { Nodes(self, reduction).add_and_send(plan.stripe); });
     if (several_nodes && launch.is(Role::inter_send))
@@ -73,10 +79,11 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
             /* meanwhile */
             [&](Launch self, Scratch) {
                 if (moves) greet(self);
-                if (moves && engine::has_time) collect(self);
+                if (moves && engine::has_time) collect_early(self);
                 return self.live();
             });
-        if (moves && !engine::has_time) collect(launch);
+        if (moves && !engine::has_time) collect_early(launch);
+        collect_late(launch);
     }
 
     launch.finish();

@@ -24,8 +24,8 @@ _LINE_ALIGNMENT = 128
 # Copying by registers, so many thread blocks fill a link.
 _MOVERS = 20
 _CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 16, 1 << 14
-_CHUNKS = 1024  # or more, if they are large
-_CHUNK_LINE, _CHUNK_LINES = 2048, 32  # bytes of a line of a chunk, and at most so many lines
+_CHUNKS = 2048  # or more, if they are large
+_CHUNK_LINE, _CHUNK_LINES = 1024, 32  # bytes of a line of a chunk, and at most so many lines
 # Where data pass through slots of host memory: in a slot, before them, and of a word that tells
 # that it is free.
 SLOT_BYTES, PARCEL_BYTES, CREDIT_BYTES = 1 << 16, 64, 8
@@ -429,17 +429,16 @@ def _hopper_tile(
     shared_bytes: int,
     *,
     beside: bool = False,
-    pushes: bool = False,
+    listed: bool = False,
 ) -> HopperTile:
     """Return a tile with all the stages that there is room for.
 
-    `beside`: beside the tiles, each block brings what peers have. `pushes`: it pushes them away,
-    which takes as long as to multiply: a whole one waits for that in 16 bits.
+    `beside`: beside the tiles, each block brings what peers have. `listed`: rows of A lie apart.
     """
     courier = 16 * 1024 + 512 if beside else 0
-    strips = 1 if courier and (rows // cluster + columns) > 320 else 2
-    if pushes:
-        strips = max(strips, rows // cluster // 2 * columns * 2 // 8192)
+    # Strips for a whole part in 16 bits: the next tile begins before this one is stored. Copies
+    # of single rows take longer than boxes, so rather more stages.
+    strips = 2 if listed else max(2, rows // cluster // 2 * columns * 2 // 8192)
     room = shared_bytes - courier - _hopper_bytes((rows, columns), cluster, 0, strips)
     stages = min(8, room // ((rows // cluster + columns) * 128))
     return HopperTile((rows, columns, k), cluster, stages, strips, courier, movers)
@@ -454,11 +453,11 @@ def hopper_tile(
     """
     processors = min(gpu.processors, options.sm_budget or gpu.processors)
     movers = options.split[0] if gathers and options.split and len(row_counts) > 1 else 0
-    shares = {"beside" if gathers else "pushes": len(row_counts) > 1 and not movers}
+    beside = gathers and len(row_counts) > 1 and not movers
 
     def make(candidate: tuple[int, int, int, float], gate: int = _HOPPER_GATE) -> HopperTile:
         rows, columns, cluster, _ = candidate
-        return _hopper_tile(rows, columns, gate, cluster, movers, gpu.shared_bytes, **shares)
+        return _hopper_tile(rows, columns, gate, cluster, movers, gpu.shared_bytes, beside=beside)
 
     def cost(candidate: tuple[int, int, int, float]) -> float:
         rows, columns, cluster, rate = candidate
@@ -481,7 +480,7 @@ def hopper_group_tiles(gpu: Gpu, movers: int, *, pairs: bool = False) -> list[Ho
     `pairs`: each column has a partner half a tile further, and both halves are whole pieces.
     """
     tiles = (
-        _hopper_tile(rows, columns, _HOPPER_GATE, 1, movers, gpu.shared_bytes)
+        _hopper_tile(rows, columns, _HOPPER_GATE, 1, movers, gpu.shared_bytes, listed=True)
         for rows, columns, cluster, _ in _HOPPER_TILES
         if cluster == 1
     )
@@ -551,11 +550,7 @@ def gpu_tiles(
     """Return the tiles that plans of several ranks choose from, where the caller does not."""
     if _takes_hopper(gpu, dtype, tf32):
         return [
-            _hopper_tile(
-                *(*shape, _HOPPER_GATE, cluster, 0, gpu.shared_bytes),
-                beside=gathers,
-                pushes=not gathers,
-            )
+            _hopper_tile(*shape, _HOPPER_GATE, cluster, 0, gpu.shared_bytes, beside=gathers)
             for *shape, cluster, _ in _HOPPER_TILES
         ]
     return [portable_tile(dtype, Options(), gpu.shared_bytes)]
@@ -1139,7 +1134,7 @@ def plan_allgather_gemm(
         cluster=chosen.cluster,
         chunk_bytes=chunk_bytes,
         chunk=chunk,
-        phase_k=_phase_k(k, chunk[1], tiles * chosen.cluster <= split[1]),
+        phase_k=_phase_k(k, chunk[1], 4 * tiles * chosen.cluster <= 5 * split[1]),
         whole_tiles=tiles - _halved(tiles, chosen, split[1]),
         nodes=nodes,
         staged=staged,
@@ -1164,8 +1159,9 @@ def _halved(tiles: int, chosen: HostTile | PortableTile | HopperTile, agents: in
 def _phase_k(k: int, chunk_k: int, at_once: bool) -> int:
     """Return how much of k is to come from all ranks before more does.
 
-    Where all tiles are computed at once, none needs the rows of a rank before those of another, and
-    all get on with each piece of k; else tiles of one rank come before those of the next.
+    Where all tiles, or all but a few, are computed at once, none needs the rows of a rank before
+    those of another, and all get on with each piece of k; else tiles of one rank come before those
+    of the next.
     """
     return chunk_k if at_once else round_up(max(1, k), chunk_k)
 

@@ -62,16 +62,21 @@ public:
             MK_NO_UNROLL
             for (u32 i = 0; i < lines; ++i) ptx::store_bulk(to.data + i * to.pitch, from + i * bytes, bytes);
             ptx::commit_stores();
-            if (slot.signal) {
-                ptx::wait_stores<0>();
-                landed(slot.signal);
+            if (state_.unsaid) {
+                ptx::wait_stores<1>();
+                say(landed);
             }
+            state_.unsaid = slot.signal;
             if (++state_.out == state_.slots) state_.out = 0;
         }
     }
 
     template <class Landed>
-    MK_DEVICE void drain(Landed landed) { make_room(most_slots, landed); }
+    MK_DEVICE void drain(Landed landed) {
+        make_room(most_slots, landed);
+        ptx::wait_stores<0>();
+        if (state_.unsaid) say(landed);
+    }
 
 private:
     static constexpr u32 least_slots = 3;  // one is loaded, one is stored, one is read by its store
@@ -85,8 +90,15 @@ private:
     };
     struct alignas(16) State {
         u32 piece_bytes, slots, in, out, under_way;
+        u64* unsaid;  // the signal of the last store, if it has one: it is said when the next is on its way
         Slot slot[most_slots];
     };
+
+    template <class Landed>
+    MK_DEVICE void say(Landed landed) {
+        landed(state_.unsaid);
+        state_.unsaid = nullptr;
+    }
 
     MK_DEVICE u8* piece(u32 slot) const { return reinterpret_cast<u8*>(&state_ + 1) + slot * state_.piece_bytes; }
 

@@ -111,10 +111,7 @@ public:
     public:
         // At a step, counted over all stripes.
         MK_DEVICE Iterator(const RingTilesOf& tiles, u32 step, u32 end) : tiles_(tiles), step_(step), end_(end) {
-            const i32 agents = i32(tiles.agents_), agent = i32(tiles.agent_);
-            index_ = agent;
-            forth_ = 2 * (agents - 1 - agent) + 1;
-            back_ = 2 * agents - forth_;
+            index_ = i32(tiles.agent_);
             if (step_ == end_) return;
             enter();
             settle();
@@ -130,12 +127,9 @@ public:
             const i64 half = columns.begin + tile().columns / 2, middle = half < columns.end ? half : columns.end;
             return {source_, rows, behind % 2 ? Range{middle, columns.end} : Range{columns.begin, middle}};
         }
-        // There and back: whoever got the first tile of one wave gets the last of the next, which may be a smaller one.
+        // Whoever got the first tile of a wave gets the first of the next: where rows of peers are awaited, its was an own one.
         MK_DEVICE Iterator& operator++() {
-            index_ += forth_;
-            i32 swap = forth_;
-            forth_ = back_;
-            back_ = swap;
+            index_ += i32(tiles_.agents_);
             return settle(), *this;
         }
         MK_DEVICE bool operator!=(const Iterator& other) const { return step_ != other.step_; }
@@ -171,7 +165,7 @@ public:
         u32 step_, end_;
         u32 before_ = 0, across_ = 0;  // blocks of columns, before this stripe and in it
         u32 blocks_ = 0;  // of rows, in this step
-        i32 index_, forth_, back_;
+        i32 index_;
         i64 rows_ = 0, passed_ = 0;  // tiles of the steps before
         u64 source_ = 0;
     };
