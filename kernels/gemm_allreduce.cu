@@ -1,6 +1,6 @@
 // gemm_allreduce: every rank gets the whole sum over ranks of A @ B; a rank has its own A (M, K_r) and B (K_r, N).
 //   movers   tell the peers that this rank has entered the call, and see them enter it; then they store the sums of the
-//            peers' rows as these come in, but for those of the last stripe, which are there when all have multiplied
+//            peers' rows as these come in
 //            (where the plan has none, a part of each compute agent does so, or the whole of it when it has multiplied)
 //   compute  takes the columns stripe by stripe. It multiplies the rows of rank + 1, rank + 2, ... first, and pushes each
 //            finished tile to the owner of its rows; in own rows, the last, it adds what the peers have pushed, the next
@@ -48,12 +48,10 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
                 Sums<OutType, engine::sends_strips>(plan).collect(self, of_peer, store());
     };
     auto collect_early = [&](Launch& self) { collect(self, false, self.member(), self.members()); };
-    auto collect_late = [&](Launch& self) {
-        collect(self, true, self.agent().index(), reduction.split.movers + reduction.split.compute);
-    };
+
     using Nodes = NodeSums<SumType, PartialType>;
 
-    if (launch.is(Role::mover)) greet(launch), collect_early(launch), collect_late(launch);
+    if (launch.is(Role::mover)) greet(launch), collect_early(launch);
     if (several_nodes && launch.is(Role::inter_reduce))
         launch.apart([&](Launch& self) { Nodes(self, reduction).add_and_send(plan.stripe); });
     if (several_nodes && launch.is(Role::inter_send))
@@ -83,8 +81,9 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
                 return self.live();
             });
         if (moves && !engine::has_time) collect_early(launch);
-        collect_late(launch);
     }
+    const u64 all = reduction.split.movers + reduction.split.compute, index = launch.agent().index();
+    if (index < all) collect(launch, true, index, all);
 
     launch.finish();
 }

@@ -29,7 +29,7 @@ MAY_SPILL = {
     ("gemm_reduce_scatter", "sm_80"): 384,
     ("gemm_reduce_scatter", "sm_90a"): 192,
     ("gemm_allreduce", "sm_80"): 960,
-    ("gemm_allreduce", "sm_90a"): 96,
+    ("gemm_allreduce", "sm_90a"): 192,
     ("gemm_reduce_one_shot", "sm_80"): 160,
     ("gemm_reduce_one_shot", "sm_90a"): 64,
     # What a thread knows of tokens and of a second product is kept in memory while it multiplies.
