@@ -103,7 +103,8 @@ def trace(path: str | os.PathLike[str], *, capacity: int = 2048) -> Iterator[Non
 
     Times are those of one clock, the host's: each rank finds out at the start and at the end what
     its kernels' clock is off from it, by a few kernels that do nothing else (on the host target it
-    is the same one). On GPUs that is right to a few microseconds. `portable` engines wait for the
+    is the same one). On GPUs that is right to some microseconds, less so where other processes use
+    them too; the file says to how many, as ``clock_error_ns``. `portable` engines wait for the
     panels of a tile while they compute it, so these waits lie within. Where a GPU's copy engine
     brings the chunks, several are under way: a span ends when the last piece of its chunk has been
     asked for.
@@ -166,8 +167,9 @@ class _RankTrace:
         Agent, part, and spans in the order of their beginnings.
     lost : list of (int, int, int)
         Agent, part, and how many spans found no room.
-    clocks : list of (int, int)
-        What the kernels' clock and the host's showed at the same time, at the start and the end.
+    clocks : list of (int, int, int)
+        What the kernels' clock and the host's showed at the same time, at the start and the end,
+        and by how much the second may be wrong.
     """
 
     rank: int
@@ -175,7 +177,7 @@ class _RankTrace:
     calls: dict[int, _Call] = dataclasses.field(default_factory=dict)
     tracks: list[tuple[int, int, np.ndarray]] = dataclasses.field(default_factory=list)
     lost: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    clocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    clocks: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 
 
 class _Book:
@@ -410,7 +412,9 @@ def _chrome_trace(gathered: list[list[_RankTrace]]) -> dict[str, Any]:
         ]
     if lost:
         logger.warning("the trace lacks spans that found no room: trace(capacity=) makes more")
-    other = {"clock": "host, CLOCK_MONOTONIC", "origin_ns": origin, "lost": lost}
+    wrong = max((wrong for _, one in traces for *_, wrong in one.clocks), default=0)
+    other = {"clock": "host, CLOCK_MONOTONIC", "clock_error_ns": wrong}
+    other |= {"origin_ns": origin, "lost": lost}
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": other}
 
 
@@ -420,7 +424,7 @@ def _metadata(kind: str, pid: int, tid: int = _LAUNCHES, **args: Any) -> dict[st
 
 def _host_ns(one: _RankTrace, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return when spans began and ended by the host's clock."""
-    (kernels, host), (last_kernels, last_host) = one.clocks[0], one.clocks[-1]
+    (kernels, host, _), (last_kernels, last_host, _) = one.clocks[0], one.clocks[-1]
     elapsed = last_kernels - kernels
     drift = (last_host - host - elapsed) / elapsed if elapsed > 0 else 0.0
 

@@ -128,6 +128,16 @@ SUMMED = [
     ReductionCase(
         "wide", (150, 140), 200, (70, 0), "bfloat16", "float32", transfer_dtype="float32"
     ),
+    # The second rank's rows of a begin where a tensor copy of its columns may begin, and where not.
+    *(
+        ReductionCase(
+            *(name, (rows, 37), 103, (79, 19), "bfloat16", "float32"),
+            a_order="F",
+            a_pitched=True,
+            transfer_dtype="float32",
+        )
+        for name, rows in (("by columns", 88), ("by rows", 83))
+    ),
 ]
 DOUBLE = ReductionCase("double", (33, 20), 70, (45, 9), *["float64"] * 2, transfer_dtype="float64")
 

@@ -157,8 +157,10 @@ def test_a_trace_has_all_ranks_on_one_clock(tmp_path, dtype):
         begins = {
             (s["pid"], s["args"]["generation"]): s["ts"] for s in spans if s["cat"] == "launch"
         }
+        # By so many may clocks be off: a GPU that others use too says late what it is.
+        microseconds = max(20, 2 * file["otherData"]["clock_error_ns"] / 1000)
         for copy in copies:
-            args, microseconds = copy["args"], 20  # by which clocks may be off
+            args = copy["args"]
             assert copy["ts"] > begins[args["source"], args["generation"]] - microseconds
 
     worlds.run(2, program)

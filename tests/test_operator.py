@@ -106,3 +106,21 @@ def test_a_call_is_prepared_anew_when_segments_have_changed(prepared):
     worlds.run(2, program)
     again = [key for key in prepared if key is not None and key[1][0] == b.ctypes.data]
     assert len(again) > len(set(again)) == 2
+
+
+def test_a_capture_hears_of_an_arena_that_another_plan_has_replaced(monkeypatch):
+    def refuse(machine, what):
+        raise mk.ConfigurationError(f"{what} while ...: warm up first")
+
+    def program(comm):
+        a, b = np.ones((4, 4)), np.eye(4)
+        with mk.GemmReduceScatter(a, b, comm=comm) as step:
+            out = step(a, b)
+            mk.gemm_allreduce(np.ones((400, 4)), b, comm=comm)
+            with monkeypatch.context() as patch:
+                patch.setattr(comm.machine, "refuse_capture", partial(refuse, comm.machine))
+                with pytest.raises(mk.ConfigurationError, match=r"arena a later plan has .* warm"):
+                    step(a, b, out=out)
+            step(a, b, out=out)
+
+    worlds.run(2, program)

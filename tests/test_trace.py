@@ -80,6 +80,7 @@ def test_the_file_is_in_chromes_format(example):
     *_, file = example
     assert file["displayTimeUnit"] == "ns"
     assert file["otherData"]["lost"] == []
+    assert file["otherData"]["clock_error_ns"] == 0  # kernels have the host's clock
     for event in file["traceEvents"]:
         assert event["ph"] in "MX"
         assert {"name", "pid", "tid", "args"} <= set(event)

@@ -258,7 +258,7 @@ class Operator(abc.ABC):
     def _prepared(self, own: Sequence[Any], results: Sequence[Any], before: Preparation) -> Any:
         comm = self._comm
         if self._arena is not comm.arena:
-            comm.machine.refuse_capture(self._what)
+            comm.machine.refuse_capture(f"{self._what}, whose arena a later plan has replaced,")
             self._bind()
         return self._request(own, results, before)
 

@@ -65,9 +65,18 @@ class ReductionOperator(GemmOperator):
 
     def _agree(self, a: np.ndarray) -> bool:
         # Peers read nothing of a, so its order is this rank's own affair.
-        by_columns = self._prefers_columns("a", a) is True
+        by_columns = self._prefers_columns("a", a) is True and self._columns_are_readable()
         self._comm.agreement(self._what, self._need, lambda: self._load(by_columns) and None)
         return by_columns
+
+    def _columns_are_readable(self) -> bool:
+        """Return whether the engine may read a by columns, in which each rank's rows are a run."""
+        if not self._mapped or self._one_shot:
+            return True
+        # Tensor copies begin at multiples of 16 bytes of a line, as tiles do if a rank's rows do.
+        spec = self._spec
+        begins = np.cumsum((0, *spec.row_counts[:-1])) * spec.dtype.itemsize
+        return not (begins[np.array(spec.row_counts) > 0] % 16).any()
 
     def _need(self) -> tuple[int, int]:
         spec = self._spec

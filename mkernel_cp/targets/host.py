@@ -93,10 +93,13 @@ class HostTarget:
         """Return a word of kernels' memory, when what was launched is over."""
         return int(ctypes.cast(address, _u64)[0])
 
-    def clocks(self) -> tuple[int, int]:
-        """Return what the kernels' clock and the host's monotonic one show now, in nanoseconds."""
+    def clocks(self) -> tuple[int, int, int]:
+        """Return what the kernels' clock and the host's monotonic one show now, in nanoseconds.
+
+        And by how much the second may be wrong.
+        """
         now = time.monotonic_ns()
-        return now, now
+        return now, now, 0
 
     def place(self) -> devices.Place:
         """Return where the network cards of this rank should be near."""

@@ -116,6 +116,7 @@ struct Box {
     void each_place(void* box, const i32 (&first)[4], Visit visit, Outside outside) const {
         const u64 shared = shared_address(box);
         if (shared % 128) emulation::stop("a box is not aligned");
+        if (first[0] * i64(words.size) % 16) emulation::stop("a box begins at no multiple of 16 bytes of its lines");
         for (u64 line = 0; line < bytes() / 128; ++line)
             for (u64 place = 0; place < words.box[0]; ++place) {
                 const u64 within[4] = {place, line % words.box[1], line / words.box[1] % words.box[2],

@@ -302,7 +302,7 @@ MK_DEVICE void fence_global_to_async() { asm volatile("fence.proxy.async.global;
 // What this thread wrote to shared memory may be read by tensor copies, once they are ordered behind this thread.
 MK_DEVICE void fence_shared_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Loads the box at (x, y), x along what is contiguous, and completes its bytes at the barrier.
+// Loads the box at (x, y), x along what is contiguous, a multiple of 16 bytes, and completes its bytes at the barrier.
 MK_DEVICE void load_box(void* to, const TensorMap* map, u64* barrier, i32 x, i32 y) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
@@ -334,7 +334,7 @@ MK_DEVICE void load_box_to(u16 blocks, void* to, const TensorMap* map, u64* barr
                  : "memory");
 }
 
-// Stores a box, clipped at the edges of the matrix.
+// Stores a box at such an (x, y), clipped at the edges of the matrix.
 MK_DEVICE void store_box(const TensorMap* map, const void* from, i32 x, i32 y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(x), "r"(y)

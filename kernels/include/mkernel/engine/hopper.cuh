@@ -676,10 +676,10 @@ public:
 //   schedule   the same for all blocks of a cluster: made of index / engine::cluster and count / engine::cluster.
 //              `halving`: whether there may be tiles of half as many columns
 //   shape.k    what the gate is asked for at a time: a multiple of 64
-//   source, b  are mapped: lines that are 16 bytes aligned: boxes of 128 contiguous bytes by 64 lines, or
-//              (if k is contiguous, as 32 bits must be) by all lines of Panel::part; swizzled by 128 bytes, zeros beyond
-//              the edges; of tfloat32, copies round. A stack is one array of three dimensions. Rows that lie apart have
-//              no map, but are 16 bytes aligned
+//   source, b  are mapped: lines that are 16 bytes aligned, and tiles in them: boxes of 128 contiguous bytes by 64 lines,
+//              or (if k is contiguous, as 32 bits must be) by all lines of Panel::part; swizzled by 128 bytes, zeros
+//              beyond the edges; of tfloat32, copies round. A stack is one array of three dimensions. Rows that lie apart
+//              have no map, but are 16 bytes aligned
 //   sink       map(piece, 64), by which a piece of a tile is stored at row first_row(piece): boxes of 128 bytes by 64 rows,
 //              swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows; pieces 64 rows of 128 bytes,
 //              which a warp delivers
