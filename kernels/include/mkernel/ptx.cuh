@@ -291,9 +291,9 @@ MK_DEVICE void arrive_at(u64* barrier, u32 rank) {
 
 // --- tensor copies
 
-// By each thread before it uses a map; of those in global memory, a copy may be outdated.
+// By each thread before it uses a map. Of those that are no kernel's parameters, a cached copy may be outdated.
 MK_DEVICE void acquire_map(const TensorMap* map) {
-    if (__isGlobal(map)) asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+    if (!__isGridConstant(map)) asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 
 // What is known to have been written to global memory may be read by bulk and tensor copies.
