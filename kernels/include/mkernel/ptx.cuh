@@ -291,9 +291,15 @@ MK_DEVICE void arrive_at(u64* barrier, u32 rank) {
 
 // --- tensor copies
 
-// By each thread before it uses a map. Of those that are no kernel's parameters, a cached copy may be outdated.
+// By each thread before it uses a map. Of those that are no kernel's parameters, a cached copy may be outdated. (Not by
+// __isGridConstant: compilers take that for true of an address that may be one of several.)
 MK_DEVICE void acquire_map(const TensorMap* map) {
-    if (!__isGridConstant(map)) asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+    asm volatile(
+        "{\n"
+        ".reg .pred parameter;\n"
+        "isspacep.param::entry parameter, %0;\n"
+        "@!parameter fence.proxy.tensormap::generic.acquire.gpu [%0], 128;\n"
+        "}" ::"l"(map) : "memory");
 }
 
 // What is known to have been written to global memory may be read by bulk and tensor copies.
