@@ -184,9 +184,13 @@ public:
     static constexpr bool halves = Schedule::halving && columns % 128 == 0;  // narrow tiles take half the work
     static constexpr bool gathers = lies_apart<From>;
     static constexpr u32 sides = Sides<Factor>::count, side = columns / sides;
+    // Panels that a copier may be behind with its word when it waits for a stage: consumers free the oldest one when the
+    // panel after it has come too, so of all stages two have to be said.
+    static constexpr u32 unsaid = stages - 2;
     using A = Panel<T, rows, MK_A_BY_COLUMNS, 1>;
     using B = Panel<T, side, !MK_B_BY_COLUMNS, cluster>;
     static_assert(cluster == 1 || !gathers, "only tensor copies reach a neighbour");
+    static_assert(stages >= 2, "one panel is multiplied while the next one comes");
     static_assert(sides == 1 || (!halves && side % Strip<Out>::columns == 0), "a side is whole strips");
     static_assert(!fragments || (sides == 1 && !halves), "what is handed over is whole tiles");
 
@@ -221,7 +225,7 @@ public:
     template <class Visit>
     static MK_DEVICE void each_barrier(Shared& shared, Visit visit) {
         for (u32 i = 0; i < stages; ++i) {
-            visit(&shared.loaded[i], 1 + (gathers ? copiers : 0));
+            visit(&shared.loaded[i], 1 + (gathers ? copiers / 32 : 0));  // their warps
             visit(&shared.used[i], cluster * consumers * 4);  // each of their warps
         }
         for (u32 i = 0; i < consumers; ++i) {
@@ -279,7 +283,8 @@ public:
     }
     static MK_DEVICE u32 bytes_of_b(const Tile& tile) { return sides * B::bytes_of(width(tile) / sides); }
 
-    // All copiers call it. After a failure all goes on, with nothing in it.
+    // All copiers call it. After a failure all goes on, with nothing in it. They write as threads do, for instructions that
+    // read as tensor copies do: the fence between is theirs, as consumers would wait for it at every panel.
     template <class Source, class Gate>
     static MK_DEVICE void gather(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
                                  const Factor& b, const Gate& gate) {
@@ -287,7 +292,14 @@ public:
         const bool leads = threadIdx.x == 0, asks = threadIdx.x < 32;
         bool arrived = launch.live();
         Gathered<T, rows> lines;
-        Turn<stages> turn;
+        Turn<stages> turn, copied;
+        u32 under_way = 0;  // panels, from tile to tile
+        auto say_copied = [&] {
+            ptx::fence_shared_to_async();
+            __syncwarp();
+            if (warp.lane() == 0) ptx::arrive(&shared.loaded[copied.slot]);
+            copied.advance();
+        };
         if (leads) ptx::acquire_map(&map_of(b));
         for (Tile tile : shared.schedule) {
             for (Range piece : Blocks(depth, gate_k)) {
@@ -305,11 +317,19 @@ public:
                         ptx::arrive(loaded);
                     }
                     if (arrived) lines.copy(shared.a[turn.slot], at, depth - at);
-                    ptx::arrive_when_copied(loaded);
+                    ptx::commit_copies();
+                    if (under_way < unsaid) {
+                        ++under_way;
+                    } else {
+                        ptx::wait_copies<unsaid>();
+                        say_copied();
+                    }
                     turn.advance();
                 }
             }
         }
+        ptx::wait_copies<0>();
+        for (; under_way > 0; --under_way) say_copied();
     }
 
     template <class Source, class Gate>
@@ -489,7 +509,6 @@ public:
 #pragma unroll 1
         for (u32 panel = 0; panel < panels; ++panel) {
             ptx::wait(&shared.loaded[turn.slot], turn.parity);
-            if (gathers) ptx::fence_shared_to_async();  // copiers write as threads do
             ptx::multiply_fence();
             MK_UNROLL
             for (u32 step = 0; step < steps; ++step)
@@ -688,7 +707,8 @@ public:
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part),
 //              which are there when begin() returns (may_wait(launch, part): not at once); they become Sink::Result, for
 //              which results() has map, first_row and deliver
-// May be called again and again. The gate is asked for this block's rows only, by warp 0.
+// May be called again and again. The gate is asked for this block's rows only, by warp 0; where they lie apart, while
+// tiles before are not finished: it may not wait for those.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
                     const Factor& b, Gate gate, Sink sink, Meanwhile meanwhile) {
