@@ -67,6 +67,8 @@ inline void copy_async(void* to, const void* from, u32 bytes) {
     else block().own().copies.add(copy);
 }
 inline void copy_async(void* to, const void* from) { copy_async(to, from, 16); }
+inline void copy_async(u32 to, const void* from, u32 bytes) { copy_async(at(to), from, bytes); }
+inline void copy_async(u32 to, const void* from) { copy_async(to, from, 16); }
 inline void commit_copies() {
     block().own().copies.commit();
     if (host::chance(2)) block().own().copies.complete(0);

@@ -102,28 +102,37 @@ public:
 
     // From now on, those of a tile; lines beyond its rows are left as they are.
     MK_DEVICE void look_up(const ListedRows& rows, i64 count) {
+        count_ = count > line_ ? u32(ceil_div(count - line_, together)) : 0;
         MK_UNROLL
-        for (u32 i = 0; i < own; ++i) {
-            const u32 line = line_ + i * together;
-            from_[i] = line < count ? rows.places[line] + at_ : nullptr;
-        }
+        for (u32 i = 0; i < own; ++i) from_[i] = i < count_ ? rows.places[line_ + i * together] + at_ : nullptr;
     }
 
     // Copies `left` terms from k on, and zeros behind them.
     MK_DEVICE void copy(u8* panel, i64 k, i64 left) const {
-        const i64 rest = left * i64(sizeof(T)) - at_;
-        const u32 bytes = rest < 0 ? 0 : rest < 16 ? u32(rest) : 16;
-        u8* to = panel + line_ * line_bytes + (at_ ^ line_ % 8 * 16);  // as tensor copies swizzle
-        MK_UNROLL
-        for (u32 i = 0; i < own; ++i)
-            if (from_[i]) ptx::copy_async(to + i * together * line_bytes, from_[i] + k * i64(sizeof(T)), bytes);
+        const i64 offset = k * i64(sizeof(T)), rest = left * i64(sizeof(T)) - at_;
+        if (left >= line_bytes / i64(sizeof(T)))  // of a known size, which takes fewer instructions
+            each_line(panel, [&](u32 to, const u8* from) { ptx::copy_async(to, from + offset); });
+        else
+            each_line(panel, [&](u32 to, const u8* from) {
+                ptx::copy_async(to, from + offset, rest < 0 ? 0 : rest < 16 ? u32(rest) : 16);
+            });
     }
 
 private:
     static constexpr u32 pieces = line_bytes / 16, together = copiers / pieces, own = extent / together;
     static_assert(together % 8 == 0, "all lines of a copier are swizzled alike");
 
+    template <class Copy>
+    MK_DEVICE void each_line(u8* panel, const Copy& copy) const {
+        // As tensor copies swizzle. Once for all lines: the next ones are at constants from there.
+        const u32 to = ptx::opaque(ptx::shared_address(panel) + line_ * line_bytes + (at_ ^ line_ % 8 * 16));
+        MK_UNROLL
+        for (u32 i = 0; i < own; ++i)
+            if (i < count_) copy(to + i * together * line_bytes, from_[i]);
+    }
+
     u32 line_, at_;
+    u32 count_ = 0;  // of own lines
     const u8* from_[own];
 };
 
@@ -318,11 +327,11 @@ public:
                     }
                     if (arrived) lines.copy(shared.a[turn.slot], at, depth - at);
                     ptx::commit_copies();
-                    if (under_way < unsaid) {
-                        ++under_way;
-                    } else {
+                    if (under_way == unsaid) {
                         ptx::wait_copies<unsaid>();
                         say_copied();
+                    } else {
+                        ++under_way;
                     }
                     turn.advance();
                 }
