@@ -662,8 +662,23 @@ MUTANTS = {
     ),
     "gathered rows: wait for copies": Mutant(
         H + "engine/hopper.cuh",
-        "ptx::arrive_when_copied(loaded);",
-        "ptx::arrive(loaded);",
+        "ptx::wait_copies<unsaid>();",
+        "ptx::wait_copies<stages>();",
+        EMULATED_GATHER,
+    ),
+    "gathered rows: fence behind copies": Mutant(
+        H + "engine/hopper.cuh",
+        "            ptx::fence_shared_to_async();\n            __syncwarp();\n            if (w",
+        "            __syncwarp();\n            if (w",
+        EMULATED_GATHER,
+    ),
+    "gathered rows: word that a free stage waits for": Mutant(
+        H + "engine/hopper.cuh", "unsaid = stages - 2;", "unsaid = stages - 1;", EMULATED_GATHER
+    ),
+    "gathered rows: panels behind the last": Mutant(
+        H + "engine/hopper.cuh",
+        "        ptx::wait_copies<0>();\n        for (; under_way",
+        "        for (; under_way",
         EMULATED_GATHER,
     ),
     "gathered rows: weights of the first expert": Mutant(

@@ -54,7 +54,7 @@ inline void wait(u64* barrier, u32 parity) {
 inline u32 cluster_rank() { return block().rank(); }
 inline void cluster_sync() { block().sync_cluster(); }
 
-// --- copies of 16 bytes into shared memory
+// --- copies of 16 bytes into shared memory: there when waited for; for matrix instructions of warpgroups, when fenced
 
 inline void copy_async(void* to, const void* from, u32 bytes) {
     if (u64(to) % 16 || (bytes && u64(from) % 16)) emulation::stop("a copy is not aligned");
@@ -63,9 +63,12 @@ inline void copy_async(void* to, const void* from, u32 bytes) {
         std::memcpy(to, from, bytes);
     };
     if (host::chance(2)) copy();  // and once more
-    block().own().copies.add(copy);
+    if (registers_move) block().own().copies.add([=] { block().own().unfenced.add(copy); });
+    else block().own().copies.add(copy);
 }
 inline void copy_async(void* to, const void* from) { copy_async(to, from, 16); }
+inline void copy_async(u32 to, const void* from, u32 bytes) { copy_async(at(to), from, bytes); }
+inline void copy_async(u32 to, const void* from) { copy_async(to, from, 16); }
 inline void commit_copies() {
     block().own().copies.commit();
     if (host::chance(2)) block().own().copies.complete(0);
@@ -83,7 +86,10 @@ inline void arrive_when_copied(u64* barrier) {
 
 inline void acquire_map(const TensorMap*) {}
 inline void fence_global_to_async() {}
-inline void fence_shared_to_async() {}
+inline void fence_shared_to_async() {
+    block().own().unfenced.commit();
+    block().own().unfenced.complete(0);
+}
 
 inline void load_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     if ((u64(to) | u64(from) | bytes) % 16) emulation::stop("a bulk copy is not aligned");

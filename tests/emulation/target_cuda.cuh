@@ -129,7 +129,8 @@ struct Thread {
     jmp_buf place;  // where it goes on
     std::unique_ptr<char[]> stack;
     bool begun = false, done = false;
-    Groups copies, products, reads, stores;  // into shared memory; of a warpgroup; out of shared memory, in two steps
+    // Into shared memory, and what of it has no fence yet; of a warpgroup; out of shared memory, in two steps.
+    Groups copies, unfenced, products, reads, stores;
 };
 
 class Block;

@@ -43,15 +43,16 @@ MK_DEVICE void shrink_registers() {
 // --- sm_80: copies from global to shared memory, past the registers and the L1 cache ---------------------------------
 
 // 16 bytes, both ends aligned to them.
-MK_DEVICE void copy_async(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+MK_DEVICE void copy_async(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+MK_DEVICE void copy_async(void* to, const void* from) { copy_async(shared_address(to), from); }
 
 // The same for the first `bytes` of `from`, and zeros behind.
-MK_DEVICE void copy_async(void* to, const void* from, u32 bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
-                 : "memory");
+MK_DEVICE void copy_async(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+MK_DEVICE void copy_async(void* to, const void* from, u32 bytes) { copy_async(shared_address(to), from, bytes); }
 
 // Closes the group of the copies that this thread has started since the last one.
 MK_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -102,28 +102,37 @@ public:
 
     // From now on, those of a tile; lines beyond its rows are left as they are.
     MK_DEVICE void look_up(const ListedRows& rows, i64 count) {
+        count_ = count > line_ ? u32(ceil_div(count - line_, together)) : 0;
         MK_UNROLL
-        for (u32 i = 0; i < own; ++i) {
-            const u32 line = line_ + i * together;
-            from_[i] = line < count ? rows.places[line] + at_ : nullptr;
-        }
+        for (u32 i = 0; i < own; ++i) from_[i] = i < count_ ? rows.places[line_ + i * together] + at_ : nullptr;
     }
 
     // Copies `left` terms from k on, and zeros behind them.
     MK_DEVICE void copy(u8* panel, i64 k, i64 left) const {
-        const i64 rest = left * i64(sizeof(T)) - at_;
-        const u32 bytes = rest < 0 ? 0 : rest < 16 ? u32(rest) : 16;
-        u8* to = panel + line_ * line_bytes + (at_ ^ line_ % 8 * 16);  // as tensor copies swizzle
-        MK_UNROLL
-        for (u32 i = 0; i < own; ++i)
-            if (from_[i]) ptx::copy_async(to + i * together * line_bytes, from_[i] + k * i64(sizeof(T)), bytes);
+        const i64 offset = k * i64(sizeof(T)), rest = left * i64(sizeof(T)) - at_;
+        if (left >= line_bytes / i64(sizeof(T)))  // of a known size, which takes fewer instructions
+            each_line(panel, [&](u32 to, const u8* from) { ptx::copy_async(to, from + offset); });
+        else
+            each_line(panel, [&](u32 to, const u8* from) {
+                ptx::copy_async(to, from + offset, rest < 0 ? 0 : rest < 16 ? u32(rest) : 16);
+            });
     }
 
 private:
     static constexpr u32 pieces = line_bytes / 16, together = copiers / pieces, own = extent / together;
     static_assert(together % 8 == 0, "all lines of a copier are swizzled alike");
 
+    template <class Copy>
+    MK_DEVICE void each_line(u8* panel, const Copy& copy) const {
+        // As tensor copies swizzle. Once for all lines: the next ones are at constants from there.
+        const u32 to = ptx::opaque(ptx::shared_address(panel) + line_ * line_bytes + (at_ ^ line_ % 8 * 16));
+        MK_UNROLL
+        for (u32 i = 0; i < own; ++i)
+            if (i < count_) copy(to + i * together * line_bytes, from_[i]);
+    }
+
     u32 line_, at_;
+    u32 count_ = 0;  // of own lines
     const u8* from_[own];
 };
 
@@ -184,9 +193,13 @@ public:
     static constexpr bool halves = Schedule::halving && columns % 128 == 0;  // narrow tiles take half the work
     static constexpr bool gathers = lies_apart<From>;
     static constexpr u32 sides = Sides<Factor>::count, side = columns / sides;
+    // Panels that a copier may be behind with its word when it waits for a stage: consumers free the oldest one when the
+    // panel after it has come too, so of all stages two have to be said.
+    static constexpr u32 unsaid = stages - 2;
     using A = Panel<T, rows, MK_A_BY_COLUMNS, 1>;
     using B = Panel<T, side, !MK_B_BY_COLUMNS, cluster>;
     static_assert(cluster == 1 || !gathers, "only tensor copies reach a neighbour");
+    static_assert(stages >= 2, "one panel is multiplied while the next one comes");
     static_assert(sides == 1 || (!halves && side % Strip<Out>::columns == 0), "a side is whole strips");
     static_assert(!fragments || (sides == 1 && !halves), "what is handed over is whole tiles");
 
@@ -221,7 +234,7 @@ public:
     template <class Visit>
     static MK_DEVICE void each_barrier(Shared& shared, Visit visit) {
         for (u32 i = 0; i < stages; ++i) {
-            visit(&shared.loaded[i], 1 + (gathers ? copiers : 0));
+            visit(&shared.loaded[i], 1 + (gathers ? copiers / 32 : 0));  // their warps
             visit(&shared.used[i], cluster * consumers * 4);  // each of their warps
         }
         for (u32 i = 0; i < consumers; ++i) {
@@ -279,7 +292,8 @@ public:
     }
     static MK_DEVICE u32 bytes_of_b(const Tile& tile) { return sides * B::bytes_of(width(tile) / sides); }
 
-    // All copiers call it. After a failure all goes on, with nothing in it.
+    // All copiers call it. After a failure all goes on, with nothing in it. They write as threads do, for instructions that
+    // read as tensor copies do: the fence between is theirs, as consumers would wait for it at every panel.
     template <class Source, class Gate>
     static MK_DEVICE void gather(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
                                  const Factor& b, const Gate& gate) {
@@ -287,7 +301,14 @@ public:
         const bool leads = threadIdx.x == 0, asks = threadIdx.x < 32;
         bool arrived = launch.live();
         Gathered<T, rows> lines;
-        Turn<stages> turn;
+        Turn<stages> turn, copied;
+        u32 under_way = 0;  // panels, from tile to tile
+        auto say_copied = [&] {
+            ptx::fence_shared_to_async();
+            __syncwarp();
+            if (warp.lane() == 0) ptx::arrive(&shared.loaded[copied.slot]);
+            copied.advance();
+        };
         if (leads) ptx::acquire_map(&map_of(b));
         for (Tile tile : shared.schedule) {
             for (Range piece : Blocks(depth, gate_k)) {
@@ -305,11 +326,19 @@ public:
                         ptx::arrive(loaded);
                     }
                     if (arrived) lines.copy(shared.a[turn.slot], at, depth - at);
-                    ptx::arrive_when_copied(loaded);
+                    ptx::commit_copies();
+                    if (under_way == unsaid) {
+                        ptx::wait_copies<unsaid>();
+                        say_copied();
+                    } else {
+                        ++under_way;
+                    }
                     turn.advance();
                 }
             }
         }
+        ptx::wait_copies<0>();
+        for (; under_way > 0; --under_way) say_copied();
     }
 
     template <class Source, class Gate>
@@ -489,7 +518,6 @@ public:
 #pragma unroll 1
         for (u32 panel = 0; panel < panels; ++panel) {
             ptx::wait(&shared.loaded[turn.slot], turn.parity);
-            if (gathers) ptx::fence_shared_to_async();  // copiers write as threads do
             ptx::multiply_fence();
             MK_UNROLL
             for (u32 step = 0; step < steps; ++step)
@@ -688,7 +716,8 @@ public:
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part),
 //              which are there when begin() returns (may_wait(launch, part): not at once); they become Sink::Result, for
 //              which results() has map, first_row and deliver
-// May be called again and again. The gate is asked for this block's rows only, by warp 0.
+// May be called again and again. The gate is asked for this block's rows only, by warp 0; where they lie apart, while
+// tiles before are not finished: it may not wait for those.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
                     const Factor& b, Gate gate, Sink sink, Meanwhile meanwhile) {
