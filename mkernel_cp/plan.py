@@ -24,8 +24,8 @@ _LINE_ALIGNMENT = 128
 # Copying by registers, so many thread blocks fill a link.
 _MOVERS = 20
 _CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 16, 1 << 14
-_CHUNKS = 2048  # or more, if they are large
-_CHUNK_LINE, _CHUNK_LINES = 1024, 32  # bytes of a line of a chunk, and at most so many lines
+_CHUNKS = 1024  # or more, if they are large
+_CHUNK_LINE, _CHUNK_LINES = 2048, 32  # bytes of a line of a chunk, and at most so many lines
 # Where data pass through slots of host memory: in a slot, before them, and of a word that tells
 # that it is free.
 SLOT_BYTES, PARCEL_BYTES, CREDIT_BYTES = 1 << 16, 64, 8

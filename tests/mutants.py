@@ -122,13 +122,13 @@ WAIT_FOR_PARTIALS = (
 MUTANTS = {
     "gate wait": Mutant(
         H + "landing.cuh",
-        "const bool here = launch_.all_there(who, all.count(), 1, all);",
-        "const bool here = true;",
+        "u64 here = launch_.there(who, all.count(), 1, all);",
+        "u64 here = all.count();",
     ),
     "gate wait, sanitized": Mutant(
         H + "landing.cuh",
-        "const bool here = launch_.all_there(who, all.count(), 1, all);",
-        "const bool here = true;",
+        "u64 here = launch_.there(who, all.count(), 1, all);",
+        "u64 here = all.count();",
         SANITIZED,
     ),
     "call-message wait": Mutant(

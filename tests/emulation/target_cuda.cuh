@@ -374,6 +374,13 @@ public:
         for (u32 i = 0; i < 32; ++i) some = some || shown[i][0];
         return some;
     }
+    u32 leading(bool verdict) const {
+        if (lanes_ != 32) return any(!verdict) ? 0 : lanes_;
+        auto shown = emulation::block().show(&verdict, sizeof verdict);
+        u32 those = 0;
+        while (those < 32 && shown[those][0]) ++those;
+        return those;
+    }
 
 private:
     Agent(u32 lane, u32 lanes) : lane_(lane), lanes_(lanes) {}

@@ -203,16 +203,21 @@ public:
                 &plan_.map, run.place, i32(part), i32(slot)};
     }
 
-    // Waits until these positions of a run are here.
+    // Waits until these positions of a run are here. A look takes as long as many keys do: it is at what comes behind, too.
     MK_DEVICE bool wait(const Agent& who, Unit unit, const Run& run, Range positions, Part part) {
         const u32 length = u32(plan_.chunk_positions);  // a division of 32 bits takes a fraction of the time
         for (i64 chunk = u32(positions.begin) / length; chunk * length < positions.end; ++chunk) {
             const u64 index = signal_of(unit, run, chunk, part);
-            if (index == known_[u64(part)]) continue;  // most positions lie in the chunk that was waited for last
-            if (!launch_.wait(who, &plan_.arrived[index], 1, {Awaited::arrival, everyone, index})) return false;
-            known_[u64(part)] = index;
+            if (known_.begin <= index && index < known_.end) continue;
+            const u64 end = signal_of(unit, run, ceil_div(run.count, length), Part::keys);
+            u64 here = launch_.there(who, end - index, 1, [&](u64 i) { return &plan_.arrived[index + i]; });
+            if (here == 0) {
+                if (!launch_.wait(who, &plan_.arrived[index], 1, {Awaited::arrival, everyone, index})) return false;
+                here = 1;
+            }
+            known_ = {index, index + here};
         }
-        return true;
+        return launch_.live();
     }
 
 private:
@@ -225,7 +230,9 @@ private:
     i64 columns_;
     u64 agents_;
     u64 pulled_ = 0;  // bytes
-    u64 known_[2] = {~u64(0), ~u64(0)};  // the last signal of keys, and of values, that this agent has seen
+    struct {
+        u64 begin, end;
+    } known_ = {0, 0};  // signals that this agent has seen
 };
 
 // Stores the rows of a query tile, and the logarithm of the sum of exponentials that each was divided by.

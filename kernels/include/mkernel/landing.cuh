@@ -79,22 +79,23 @@ public:
     // Of k: what is pulled of all ranks before more is. One at least, in which there may be nothing to pull.
     MK_DEVICE Blocks phases() const { return Blocks(plan_.k > 0 ? plan_.k : 1, plan_.phase_k); }
 
-    // Waits until the chunks that hold these rows and this part of k are here. Most panels lie in chunks of which that is
-    // known already: in those that were waited for last, or in all of k, if all was there when the tile began.
+    // Waits until the chunks that hold these rows and this part of k are here. A look takes as long as a panel is multiplied:
+    // it is at what comes behind, too, and most panels lie in chunks that are known to be here.
     MK_DEVICE bool wait(const Agent& who, u64 source, Range rows, Range k) {
         if (source == known_.source && rows.begin == known_.first_row && rows.end <= known_.last_row &&
             k.begin >= known_.first_k && k.end <= known_.last_k)
             return true;
-        const bool begins = k.begin == 0 && who.lanes() > 1;
-        const Signals all = signals_of(source, rows, {k.begin, begins ? plan_.k : k.end}), some = signals_of(source, rows, k);
-        const bool here = launch_.all_there(who, all.count(), 1, all);
-        if (!here && !launch_.wait_all(who, some.count(), 1, some, [&](u64 i) {
-                return Subject{Awaited::arrival, everyone, u64(some(i) - plan_.arrived)};
-            }))
-            return false;
-        const Range known = here && begins ? Range{0, plan_.k} : k;
-        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(known.begin),
-                  u32(ceil_div(known.end, plan_.chunk_k) * plan_.chunk_k)};
+        const Signals all = signals_of(source, rows, {k.begin, plan_.k}), some = signals_of(source, rows, k);
+        u64 here = launch_.there(who, all.count(), 1, all);
+        if (here < some.count()) {
+            if (!launch_.wait_all(who, some.count(), 1, some, [&](u64 i) {
+                    return Subject{Awaited::arrival, everyone, u64(some(i) - plan_.arrived)};
+                }))
+                return false;
+            here = some.count();
+        }
+        const u32 first = u32(k.begin) / u32(plan_.chunk_k), panels = u32(here) / all.rows;
+        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(k.begin), (first + panels) * u32(plan_.chunk_k)};
         return launch_.live();
     }
 

@@ -153,6 +153,25 @@ public:
         return !who.any(!all);
     }
 
+    // How many of so many signals of this GPU have reached `progress`, before one that has not: one look, at a few of them.
+    template <class Signal>
+    MK_DEVICE u64 there(const Agent& who, u64 count, u64 progress, Signal signal_of) const {
+        constexpr u32 ahead = 8;  // that one lane looks at
+        const u64 goal = target(progress);
+        if (who.lanes() > 1) {
+            const u64 lane = who.lane(), seen = who.leading(lane >= count || load_acquire(signal_of(lane)) >= goal);
+            return seen < count ? seen : count;
+        }
+        bool here[ahead];
+        MK_UNROLL
+        for (u32 i = 0; i < ahead; ++i) here[i] = i < count && load_ahead(signal_of(i)) >= goal;
+        u32 seen = 0;
+        MK_UNROLL
+        for (u32 i = 0; i < ahead; ++i) seen += seen == i && here[i];
+        if (seen > 0) acquire_seen();
+        return seen;
+    }
+
     // As wait(), with a condition of the caller's on the signal's value, and one that is looked at now and then.
     template <class Check, class Look>
     MK_DEVICE bool poll(const Agent& who, Subject subject, u64 goal, const u64* signal, Check check, Look look) {

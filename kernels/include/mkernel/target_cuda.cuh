@@ -75,6 +75,14 @@ public:
         return verdict;
     }
 
+    // How many lanes say so, from the first one on, before one does not; of a whole block all or none. Orders like any().
+    MK_DEVICE u32 leading(bool verdict) const {
+        if (lanes_ != 32) return any(!verdict) ? 0 : lanes_;
+        const u32 those = __ballot_sync(~0u, verdict);
+        __syncwarp();
+        return those == ~0u ? 32 : __ffs(~those) - 1;
+    }
+
 private:
     MK_DEVICE Agent(u32 lane, u32 lanes) : lane_(lane), lanes_(lanes) {}
     u32 lane_, lanes_;

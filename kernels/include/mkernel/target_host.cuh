@@ -69,6 +69,9 @@ public:
         return result;
     }
 
+    // How many lanes say so, from the first one on, before one does not: all or none.
+    u32 leading(bool verdict) const { return any(!verdict) ? 0 : lanes(); }
+
 private:
     Agent(host::Lane& self, u32 lanes) : self_(&self), lanes_(lanes) {}
     host::Lane* self_;
