@@ -335,20 +335,20 @@ MUTANTS = {
     ),
     "one shot: half a pair": Mutant(
         H + "one_shot.cuh",
-        "second < goal && !launch",
-        "false && !launch",
+        "come = words_[i] >= goal && come;",
+        "come = (i % 2 || words_[i] >= goal) && come;",
         ONE_SHOT,
     ),
     "one shot: order of sums": Mutant(
         H + "one_shot.cuh",
-        "const u64 peer = around(owner, step, size);",
-        "const u64 peer = around(owner, size - step, size);",
+        "return around(owner, step, size);",
+        "return around(owner, size - step, size);",
         ONE_SHOT,
     ),
     "one shot: NaN after a failure": Mutant(
         H + "one_shot.cuh",
-        "all ? narrow<T>(sums.values[i]) : not_a_number<T>()",
-        "narrow<T>(sums.values[i])",
+        "all ? narrow<T>(sums.values[c]) : not_a_number<T>()",
+        "narrow<T>(sums.values[c])",
         ONE_SHOT,
     ),
     "one shot: awaits whom it tells nothing": Mutant(
