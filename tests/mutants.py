@@ -83,6 +83,7 @@ NODE_EXPERT_ORDER = (
 )
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
+EMULATED_SUMS = ("test_emulated_gemm.py::test_sums_over_ranks",)
 EMULATED_COURIER = ("test_emulated_gemm.py::test_long_chunks_pass_through_few_slots",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
 EMULATED_DISPATCH = ("test_emulated_experts.py::test_dispatch_equals_reference",)
@@ -362,6 +363,18 @@ MUTANTS = {
         "rows.size() > 0 && ",
         "",
         ONE_SHOT,
+    ),
+    "one shot: rows behind the last": Mutant(
+        H + "engine/hopper.cuh",
+        "if (row < part.rows.end && !has_failed(shared)) shared",
+        "if (!has_failed(shared)) shared",
+        EMULATED_SUMS,
+    ),
+    "one shot: a turn ahead of those who tell": Mutant(
+        H + "engine/hopper.cuh",
+        "ptx::wait(&shared.ready[consumer][0], told.parity);",
+        "",
+        EMULATED_SUMS,
     ),
     "one shot: awaits nobody": Mutant(
         H + "one_shot.cuh",

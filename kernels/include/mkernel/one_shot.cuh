@@ -93,7 +93,7 @@ public:
         MK_UNROLL
         for (u32 i = 0; i < 2 * pairs; ++i) come = words_[i] >= goal && come;
         if (come) return true;
-        launch.apart([&](Launch& self) {
+        launch.apart([words, subject](Launch& self) {
             for (u32 i = 0; i < 2 * pairs; ++i)
                 if (!self.wait_alone(words + i, 0, subject)) return;
         });
