@@ -406,7 +406,8 @@ _HOPPER_TILES = (
 )
 _HALF_TILE = 0.55  # of the time of a whole one
 HOPPER_TILES = tuple((*shape[:2], _HOPPER_GATE) for shape in _HOPPER_TILES)
-_HOPPER_TILE_K = 700  # of k, what the start and the end of a tile take as long as
+# What the start and the end of a tile take as long as, of k, by the blocks that share it.
+_HOPPER_TILE_K = {1: 350, 2: 500}
 
 
 def _hopper_bytes(tile: tuple[int, ...], cluster: int, stages: int, strips: int) -> int:
@@ -465,7 +466,7 @@ def hopper_tile(
         agents = max(1, (processors - movers) // cluster)
         half = gathers and _halved(tiles, make(candidate), agents) > 0
         waves = tiles // agents + _HALF_TILE if half else math.ceil(tiles / agents)
-        return waves * rows / cluster * columns * (k + _HOPPER_TILE_K) / rate
+        return waves * rows / cluster * columns * (k + _HOPPER_TILE_K[cluster]) / rate
 
     if options.tile is None:
         return make(min(_HOPPER_TILES, key=cost))
@@ -527,7 +528,7 @@ def hopper_group_tile(
         blocks = groups * math.ceil(rows / height)
         agents = max(1, processors - movers)
         waves = (math.ceil(blocks * math.ceil(columns / width) / agents) for columns, _ in products)
-        each = (k + _HOPPER_TILE_K for _, k in products)
+        each = (k + _HOPPER_TILE_K[1] for _, k in products)
         time = sum(count * depth for count, depth in zip(waves, each, strict=True))
         return time * height * width / rates[height, width]
 

@@ -83,6 +83,7 @@ NODE_EXPERT_ORDER = (
 )
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
+EMULATED_SUMS = ("test_emulated_gemm.py::test_sums_over_ranks",)
 EMULATED_COURIER = ("test_emulated_gemm.py::test_long_chunks_pass_through_few_slots",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
 EMULATED_DISPATCH = ("test_emulated_experts.py::test_dispatch_equals_reference",)
@@ -335,20 +336,20 @@ MUTANTS = {
     ),
     "one shot: half a pair": Mutant(
         H + "one_shot.cuh",
-        "second < goal && !launch",
-        "false && !launch",
+        "come = words_[i] >= goal && come;",
+        "come = (i % 2 || words_[i] >= goal) && come;",
         ONE_SHOT,
     ),
     "one shot: order of sums": Mutant(
         H + "one_shot.cuh",
-        "const u64 peer = around(owner, step, size);",
-        "const u64 peer = around(owner, size - step, size);",
+        "return around(owner, step, size);",
+        "return around(owner, size - step, size);",
         ONE_SHOT,
     ),
     "one shot: NaN after a failure": Mutant(
         H + "one_shot.cuh",
-        "all ? narrow<T>(sums.values[i]) : not_a_number<T>()",
-        "narrow<T>(sums.values[i])",
+        "all ? narrow<T>(sums.values[c]) : not_a_number<T>()",
+        "narrow<T>(sums.values[c])",
         ONE_SHOT,
     ),
     "one shot: awaits whom it tells nothing": Mutant(
@@ -362,6 +363,18 @@ MUTANTS = {
         "rows.size() > 0 && ",
         "",
         ONE_SHOT,
+    ),
+    "one shot: rows behind the last": Mutant(
+        H + "engine/hopper.cuh",
+        "if (row < part.rows.end && !has_failed(shared)) shared",
+        "if (!has_failed(shared)) shared",
+        EMULATED_SUMS,
+    ),
+    "one shot: a turn ahead of those who tell": Mutant(
+        H + "engine/hopper.cuh",
+        "ptx::wait(&shared.ready[consumer][0], told.parity);",
+        "",
+        EMULATED_SUMS,
     ),
     "one shot: awaits nobody": Mutant(
         H + "one_shot.cuh",

@@ -14,7 +14,7 @@ namespace mk {
 template <class Acc>
 class ToldGroups {
 public:
-    static constexpr u32 columns = 4;
+    static constexpr u32 columns = 4, words = columns * sizeof(Acc) / sizeof(u32);
 
     MK_DEVICE ToldGroups(const OneShotPlan& plan, const Launch& launch)
         : plan_(plan), launch_(launch), across_(u32(ceil_div(plan.reduction.n, columns))) {}
@@ -33,10 +33,10 @@ public:
         return rows.size() > 0 && rows.begin < some.end && some.begin < rows.end;
     }
 
-    // Whose product the others are added to.
-    MK_DEVICE u64 owner(u32 row) const {
+    // Whose product the others are added to. Its loads do not wait for each other.
+    MK_DEVICE u64 owner(i64 row) const {
         u64 rank = 0;
-        while (row >= u64(plan_.reduction.row_start[rank + 1])) ++rank;
+        for (u64 other = 1; other < launch_.size(); ++other) rank += row >= plan_.reduction.row_start[other];
         return rank;
     }
 
@@ -46,11 +46,13 @@ public:
         return plan_.scattered ? owner : around(launch_.rank(), step, launch_.size());
     }
 
-    MK_DEVICE u64* at(u64 rank, u64 source, u32 row, u32 group) const {
-        const Range rows = added_by(rank);
-        const u64 index = (source * u64(rows.size()) + (row - u64(rows.begin))) * across_ + group;
-        return static_cast<u64*>(launch_.at(rank, plan_.reduction.partials.signals)) +
-               index * (columns * sizeof(Acc) / sizeof(u32));
+    // Where words of a rank's product lie among those that a receiver is told; the same with all receivers of a row.
+    MK_DEVICE u64 place(u64 receiver, u64 source, i64 row, u32 group) const {
+        const Range rows = added_by(receiver);
+        return ((source * u64(rows.size()) + u64(row - rows.begin)) * across_ + group) * words;
+    }
+    MK_DEVICE u64* words_of(u64 receiver) const {
+        return static_cast<u64*>(launch_.at(receiver, plan_.reduction.partials.signals));
     }
 
 private:
@@ -65,30 +67,52 @@ struct alignas(8) Told {
     static constexpr u32 pairs = columns * sizeof(T) / 8;
     T values[columns];
 
-    MK_DEVICE void tell(const Launch& launch, u64* words) const {
+    // `generation`: of the words, as a target.
+    MK_DEVICE void tell(u64 generation, u64* words) const {
         u64 halves[pairs];
         memcpy(halves, values, sizeof values);
         MK_UNROLL
         for (u32 i = 0; i < pairs; ++i)
-            store_pair(words + 2 * i, launch.target(u32(halves[i])), launch.target(u32(halves[i] >> 32)));
+            store_pair(words + 2 * i, generation | u32(halves[i]), generation | halves[i] >> 32);
+    }
+};
+
+// The same on its way: what has been asked for need not have come.
+template <class T, u32 columns>
+class Asked {
+public:
+    MK_DEVICE void ask(const u64* words) {
+        MK_UNROLL
+        for (u32 i = 0; i < pairs; ++i) load_pair(words + 2 * i, words_[2 * i], words_[2 * i + 1]);
     }
 
     // Waits until all have come; false if that is in vain.
     MK_DEVICE bool hear(Launch& launch, const u64* words, Subject subject) {
         const u64 goal = launch.target(0);
+        bool come = true;
+        MK_UNROLL
+        for (u32 i = 0; i < 2 * pairs; ++i) come = words_[i] >= goal && come;
+        if (come) return true;
+        launch.apart([words, subject](Launch& self) {
+            for (u32 i = 0; i < 2 * pairs; ++i)
+                if (!self.wait_alone(words + i, 0, subject)) return;
+        });
+        ask(words);
+        return launch.live();
+    }
+
+    MK_DEVICE Told<T, columns> told() const {
         u64 halves[pairs];
         MK_UNROLL
-        for (u32 i = 0; i < pairs; ++i) {
-            u64 first, second;
-            load_pair(words + 2 * i, first, second);
-            if (first < goal && !launch.wait_alone(words + 2 * i, 0, subject)) return false;
-            if (second < goal && !launch.wait_alone(words + 2 * i + 1, 0, subject)) return false;
-            if (first < goal || second < goal) load_pair(words + 2 * i, first, second);
-            halves[i] = u32(first) | second << 32;
-        }
-        memcpy(values, halves, sizeof values);
-        return true;
+        for (u32 i = 0; i < pairs; ++i) halves[i] = u32(words_[2 * i]) | words_[2 * i + 1] << 32;
+        Told<T, columns> told;
+        memcpy(told.values, halves, sizeof halves);
+        return told;
     }
+
+private:
+    static constexpr u32 pairs = Told<T, columns>::pairs;
+    u64 words_[2 * pairs];
 };
 
 // Tells the sums of a tile to all who add them, this rank too. Those of a row's owner are told as they are, and the others'
@@ -105,7 +129,7 @@ public:
 
     // Who gets nothing of a tile may have ended this call.
     MK_DEVICE bool begin(Launch& launch, const Tile& part) const {
-        const ToldGroups<Acc> groups(*plan_, launch);
+        const Groups groups(*plan_, launch);
         for (u64 peer : RingOrder(launch.rank(), launch.size()))
             if (groups.adds(peer, part.rows) && !launch.await_call(peer, plan_->reduction.digest)) return false;
         return launch.live();
@@ -114,71 +138,111 @@ public:
     template <class View>
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
         const Agent& agent = launch.agent();
-        const ToldGroups<Acc> groups(*plan_, launch);
         if (launch.live())
-            spread(agent, piece.rows.size(), ceil_div(piece.columns.size(), groups.columns), [&](u32 i, u32 j) {
-                const u32 row = u32(piece.rows.begin) + i, group = u32(piece.columns.begin) / groups.columns + j;
-                const u32 left = u32(piece.columns.size()) - j * groups.columns;
-                const Acc* sums = staged(i, j * groups.columns);
-                const u64 owner = groups.owner(row);
-                if (owner == launch.rank()) tell<Acc>(launch, groups, owner, row, group, left, sums);
-                else tell<Partial>(launch, groups, owner, row, group, left, sums);
+            spread(agent, piece.rows.size(), ceil_div(piece.columns.size(), Groups::columns), [&](u32 i, u32 j) {
+                const u32 left = u32(piece.columns.size()) - j * Groups::columns;
+                const Acc* staged_sums = staged(i, j * Groups::columns);
+                Acc sums[Groups::columns];
+                MK_UNROLL
+                for (u32 c = 0; c < Groups::columns; ++c) sums[c] = c < left ? staged_sums[c] : Acc(0);
+                const Range columns{piece.columns.begin + j * Groups::columns, piece.columns.end};
+                tell<Groups::columns>(launch, piece.rows.begin + i, columns, sums);
             });
         return Writes().complete(agent);
     }
 
     MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
 
+    // Groups of a row, each `apart` columns from the one before; those behind the end of the columns are none.
+    template <u32 apart, u32 count>
+    MK_DEVICE void tell(const Launch& launch, i64 row, const Range& columns, const Acc (&sums)[count]) const {
+        const Groups groups(*plan_, launch);
+        const u64 owner = groups.owner(row);
+        const bool exact = sizeof(Partial) == sizeof(Acc) || owner == launch.rank();  // no code for the same twice
+        if (exact) tell_as<Acc, apart>(launch, groups, owner, row, columns, sums);
+        else tell_as<Partial, apart>(launch, groups, owner, row, columns, sums);
+    }
+
 private:
-    template <class T>
-    MK_DEVICE void tell(const Launch& launch, const ToldGroups<Acc>& groups, u64 owner, u32 row, u32 group, u32 left,
-                        const Acc* sums) const {
-        Told<T, ToldGroups<Acc>::columns> told;
-        MK_UNROLL
-        for (u32 i = 0; i < groups.columns; ++i) told.values[i] = narrow<T>(i < left ? sums[i] : Acc(0));
-        for (u64 step = 0; step < groups.receivers(); ++step)
-            told.tell(launch, groups.at(groups.receiver(owner, step), launch.rank(), row, group));
+    using Groups = ToldGroups<Acc>;
+
+    template <class T, u32 apart, u32 count>
+    static MK_DEVICE void tell_as(const Launch& launch, const Groups& groups, u64 owner, i64 row, const Range& columns,
+                                  const Acc (&sums)[count]) {
+        const u64 generation = launch.target(0);
+        const i32 left = i32(columns.size());  // may be none
+        const u64 place = groups.place(owner, launch.rank(), row, u32(columns.begin) / Groups::columns);
+        MK_NO_UNROLL
+        for (u64 step = 0; step < groups.receivers(); ++step) {
+            u64* to = groups.words_of(groups.receiver(owner, step)) + place;
+            MK_UNROLL
+            for (u32 i = 0; i < count / Groups::columns; ++i) {
+                Told<T, Groups::columns> told;
+                MK_UNROLL
+                for (u32 c = 0; c < Groups::columns; ++c) told.values[c] = narrow<T>(sums[i * Groups::columns + c]);
+                if (left > i32(i * apart)) told.tell(generation, to + i * apart / Groups::columns * Groups::words);
+            }
+        }
     }
 
     const OneShotPlan* plan_;
 };
+template <class Acc, class Partial> constexpr bool tells_sums<Tell<Acc, Partial>> = true;
 
 // Adds up what this rank has been told: to the product of a row's owner that of the next rank, and so on around the ring.
-// All agents of the role have a share.
+// All agents of the role have a share. Of a group several ranks' words are on their way at once.
 template <class Acc, class Partial, class T>
 MK_DEVICE void add_told(Launch& launch, const OneShotPlan& plan, const Matrix& to) {
-    const ToldGroups<Acc> groups(plan, launch);
-    constexpr u32 columns = ToldGroups<Acc>::columns;
+    using Groups = ToldGroups<Acc>;
+    constexpr u32 columns = Groups::columns, batch = 4;
+    const Groups groups(plan, launch);
     const Agent& agent = launch.agent();
     const u64 rank = launch.rank(), size = launch.size(), n = u64(plan.reduction.n);
     const Range rows = groups.added_by(rank);
-    const u32 lanes = u32(launch.members()) * agent.lanes(), count = u32(rows.size()) * groups.across();
+    const u32 across = groups.across(), count = u32(rows.size()) * across;
+    const u32 lanes = u32(launch.members()) * agent.lanes();
+    const u64* words = groups.words_of(rank);
+    const bool scattered = plan.scattered;
     bool all = launch.live();
     for (u32 index = u32(launch.member()) * agent.lanes() + agent.lane(); index < count; index += lanes) {
-        const u32 line = index / groups.across(), row = u32(rows.begin) + line, group = index % groups.across();
-        const u64 owner = groups.owner(row);
-        Told<Acc, columns> sums;
-        all = all && sums.hear(launch, groups.at(rank, owner, row, group), {Awaited::partial, owner, index});
-        for (u64 step = 1; step < size; ++step) {
-            const u64 peer = around(owner, step, size);
-            Told<Partial, columns> terms;
-            all = all && terms.hear(launch, groups.at(rank, peer, row, group), {Awaited::partial, peer, index});
-            if (!all) break;
+        const u32 line = index / across, column = index % across * columns;
+        const u64 owner = scattered ? rank : groups.owner(rows.begin + line);
+        Asked<Acc, columns> product;
+        Asked<Partial, columns> terms[batch];
+        auto from = [&](u64 source) { return words + (source * count + index) * Groups::words; };
+        auto peer_at = [&](u64 step) { return around(owner, step, size); };
+        auto ask = [&](u64 first) {
             MK_UNROLL
-            for (u32 i = 0; i < columns; ++i) sums.values[i] += widen(terms.values[i]);
+            for (u32 i = 0; i < batch; ++i)
+                if (first + i < size) terms[i].ask(from(peer_at(first + i)));
+        };
+        product.ask(from(owner));
+        ask(1);
+        all = all && product.hear(launch, from(owner), {Awaited::partial, owner, index});
+        Told<Acc, columns> sums = product.told();
+        for (u64 first = 1; all && first < size; first += batch) {
+            if (first > 1) ask(first);
+            MK_UNROLL
+            for (u32 i = 0; i < batch; ++i) {
+                if (first + i >= size) break;
+                const u64 peer = peer_at(first + i);
+                all = all && terms[i].hear(launch, from(peer), {Awaited::partial, peer, index});
+                const Told<Partial, columns> term = terms[i].told();
+                MK_UNROLL
+                for (u32 c = 0; c < columns; ++c) sums.values[c] += widen(term.values[c]);
+            }
         }
-        T* place = static_cast<T*>(to.data) + line * to.row_stride + group * columns * to.column_stride;
+        T* place = static_cast<T*>(to.data) + line * to.row_stride + column * to.column_stride;
         MK_UNROLL
-        for (u32 i = 0; i < columns; ++i)
-            if (group * columns + i < n)
-                place[i * to.column_stride] = all ? narrow<T>(sums.values[i]) : not_a_number<T>();
+        for (u32 c = 0; c < columns; ++c)
+            if (column + c < n) place[c * to.column_stride] = all ? narrow<T>(sums.values[c]) : not_a_number<T>();
     }
     if (agent.any(!all)) return launch.drop();
     if (launch.member() == 0 && agent.lane() == 0) {
         u64 bytes = 0;  // twice the data
         for (u64 peer : RingOrder(rank, size)) {
             const u64 exact = plan.scattered ? 0 : u64(groups.owned_by(peer).size());
-            bytes += 2 * (exact * sizeof(Acc) + (u64(rows.size()) - exact) * sizeof(Partial)) * groups.across() * columns;
+            bytes += 2 * (exact * sizeof(Acc) + (u64(rows.size()) - exact) * sizeof(Partial)) * across * columns;
         }
         fetch_add(launch.world().bytes_from_peers, bytes);
     }

@@ -69,6 +69,9 @@ struct Strip {
 // says what it wants of the sink.
 template <class Sink> constexpr bool takes_fragments = false;
 
+// Whether those threads may themselves hand a sink their sums, a few columns of a row at a time.
+template <class Sink> constexpr bool tells_sums = false;
+
 // What lies in fragments and is to be added to a part of a tile: `count` times as much, `apart` bytes from each other.
 struct Addends {
     const u8* first;

@@ -94,6 +94,7 @@ inline void store_pair(u64* words, u64 first, u64 second) {
     store_relaxed(words + 1, second);
 }
 inline void load_pair(const u64* words, u64& first, u64& second) {
+    host::interleave();
     first = load_relaxed(words);
     second = load_relaxed(words + 1);
 }

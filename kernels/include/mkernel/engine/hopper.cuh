@@ -1,7 +1,7 @@
 // The engine of sm_90a, for bfloat16, float16 and tfloat32. A block is three warpgroups that meet in shared memory:
 //   producer   warp 0: asks the gate, and has tensor copies fill one stage after another with a panel of A and of B
 //   consumers  two warpgroups: multiply the panels, half of the tile's rows each, and put the tile into strips; where it is
-//              a part of a sum over ranks, they add to it what the storer says has come
+//              a part of a sum over ranks, they add to it what the storer says has come, or tell it in one shot
 //   storers    warps 1 and 2, one for each consumer: store its strips, or send them to peers, while the next tile is
 //              multiplied
 //   warp 3     does what the operator wants done meanwhile
@@ -189,7 +189,7 @@ public:
     static constexpr u32 rows = MK_TILE_ROWS / cluster, columns = MK_TILE_COLUMNS, k = line_bytes / sizeof(T);
     static constexpr u32 stages = MK_STAGES, strips = MK_STRIPS;
     static constexpr u32 consumer_rows = rows / consumers, blocks = consumer_rows / strip_rows;
-    static constexpr bool fragments = sends_strips && takes_fragments<Sink>;
+    static constexpr bool fragments = sends_strips && takes_fragments<Sink>, tells = tells_sums<Sink>;
     static constexpr bool halves = Schedule::halving && columns % 128 == 0;  // narrow tiles take half the work
     static constexpr bool gathers = lies_apart<From>;
     static constexpr u32 sides = Sides<Factor>::count, side = columns / sides;
@@ -210,7 +210,7 @@ public:
         u8 staged[consumers][strips][Strip<u8>::bytes];
         u64 loaded[stages], used[stages];
         u64 ready[consumers][strips], stored[consumers][strips];
-        u64 awaited[consumers];  // what is to be added to a part is there
+        u64 awaited[consumers];  // what is to be added to a part is there, or those it is told may be told
         Addends addends[consumers];
         bool failed;        // a gate did not open: what is delivered from now on is NaN
         Schedule schedule;  // here, not in the registers of all threads
@@ -382,7 +382,7 @@ public:
         const u64 b_first = B::descriptor(shared.b[0]);
         Turn<stages> turn;
         Turn<strips> strip;
-        Turn<1> awaited;  // of own tiles
+        Turn<1> awaited;  // of own tiles, or of those that are told
         auto release = [&](u32 slot) {
             if (lane < cluster) ptx::arrive_at(&shared.used[slot], lane);
         };
@@ -399,7 +399,7 @@ public:
             const bool own = is_own(shared.sink, launch, whole);  // looked up while others load
             Span computed(launch, threadIdx.x % 128 == 0, Traced::compute, half(share(whole), consumer));
             const u32 wanted = width(whole);
-            if (fragments) clear(sums);  // there may be no terms
+            if (fragments || tells) clear(sums);  // there may be no terms
             if (panels > 0) ptx::wait(&shared.loaded[turn.slot], turn.parity);
             computed.begin();
             if (wanted == columns) multiply<columns>(sums, shared, turn, panels, a_first, b_first, release);
@@ -408,13 +408,43 @@ public:
 
             MK_UNROLL
             for (u32 i = 0; i < blocks; ++i) ptx::results_are_there(sums[i]);
-            if constexpr (!fragments) {
+            if constexpr (tells) {
+                computed.end();
+                tell(shared, launch, half(share(whole), consumer), consumer, awaited, sums);
+            } else if constexpr (!fragments) {
                 stage_results(shared, consumer, strip, wanted, sums, panels == 0);
             } else {
                 if (own) stage_totals(shared, consumer, strip, awaited, sums);
                 else stage_partials(shared, consumer, strip, sums);
             }
         }
+    }
+
+    // Tells the sums of a part, when the storer says that the sink may begin. Of each 8 columns of two rows, lanes 2 i and
+    // 2 i + 1 have 2 each: they swap, so that each has 4 columns of one row.
+    static MK_DEVICE void tell(Shared& shared, const Launch& launch, const Tile& part, u32 consumer, Turn<1>& awaited,
+                               float (&sums)[blocks][columns / 2]) {
+        const u32 lane = threadIdx.x % 32;
+        const bool odd = lane % 2 > 0;
+        ptx::wait(&shared.awaited[consumer], awaited.parity);
+        awaited.advance();
+        Span told(launch, threadIdx.x % 128 == 0, Traced::store, part);
+        MK_UNROLL
+        for (u32 i = 0; i < blocks; ++i) {
+            MK_UNROLL
+            for (u32 j = 0; j < columns / 2; j += 4) {
+                float* some = &sums[i][j];
+                const float first = __shfl_xor_sync(~0u, odd ? some[0] : some[2], 1);
+                const float second = __shfl_xor_sync(~0u, odd ? some[1] : some[3], 1);
+                if (odd) some[0] = first, some[1] = second;
+                else some[2] = first, some[3] = second;
+            }
+            const i64 row = part.rows.begin + i * strip_rows + threadIdx.x / 32 % 4 * 16 + lane / 4 + (odd ? 8 : 0);
+            const Range from{part.columns.begin + lane % 4 / 2 * 4, part.columns.end};
+            if (row < part.rows.end && !has_failed(shared)) shared.sink.template tell<8>(launch, row, from, sums[i]);
+        }
+        __syncwarp();
+        if (lane == 0) ptx::arrive(&shared.ready[consumer][0]);
     }
 
     // Puts into strips what the sink makes of the columns of a tile that are wanted, or of nothing.
@@ -645,18 +675,23 @@ public:
         const Sink& sink = shared.sink;
         const u32 lane = self.agent().lane();
         Storer storer{shared, self, consumer};
+        Turn<1> told;
 
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
             if (idle(tile, consumer)) continue;
             const Tile part = half(tile, consumer);
-            Span stored(self, lane == 0, Traced::store, part);
+            Span stored(self, lane == 0 && !tells, Traced::store, part);
 
             if constexpr (fragments)
                 if (storer.unsaid && self.agent().any(sink.may_wait(self, part)))  // for peers who wait for that signal
                     while (storer.unread > 0) storer.free_oldest();
             if (!sink.begin(self, part)) fail(shared);
-            if constexpr (fragments) {
+            if constexpr (tells) {
+                if (lane == 0) ptx::arrive(&shared.awaited[consumer]);
+                ptx::wait(&shared.ready[consumer][0], told.parity);
+                told.advance();
+            } else if constexpr (fragments) {
                 using Results = Strip<typename Sink::Result>;
                 const bool own = is_own(sink, self, part);
                 const u64 receivers = sink.receivers(self, part);
@@ -716,6 +751,9 @@ public:
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part),
 //              which are there when begin() returns (may_wait(launch, part): not at once); they become Sink::Result, for
 //              which results() has map, first_row and deliver
+//   sink       with tells_sums<Sink>, the threads that have multiplied call tell<8>(launch, row, columns, sums) once begin()
+//              has returned true: 4 sums of a row from the first of the columns on, 4 of 8 columns further, and so on. There
+//              are no pieces and no end()
 // May be called again and again. The gate is asked for this block's rows only, by warp 0; where they lie apart, while
 // tiles before are not finished: it may not wait for those.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
