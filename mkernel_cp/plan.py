@@ -408,6 +408,7 @@ _HALF_TILE = 0.55  # of the time of a whole one
 HOPPER_TILES = tuple((*shape[:2], _HOPPER_GATE) for shape in _HOPPER_TILES)
 # What the start and the end of a tile take as long as, of k, by the blocks that share it.
 _HOPPER_TILE_K = {1: 350, 2: 500}
+_ONE_TILE = 1.35  # how much longer one tile each takes: those of peers' rows wait for all of these
 
 
 def _hopper_bytes(tile: tuple[int, ...], cluster: int, stages: int, strips: int) -> int:
@@ -466,7 +467,8 @@ def hopper_tile(
         agents = max(1, (processors - movers) // cluster)
         half = gathers and _halved(tiles, make(candidate), agents) > 0
         waves = tiles // agents + _HALF_TILE if half else math.ceil(tiles / agents)
-        return waves * rows / cluster * columns * (k + _HOPPER_TILE_K[cluster]) / rate
+        waits = _ONE_TILE if gathers and len(row_counts) > 1 and 4 * tiles <= 5 * agents else 1
+        return waits * waves * rows / cluster * columns * (k + _HOPPER_TILE_K[cluster]) / rate
 
     if options.tile is None:
         return make(min(_HOPPER_TILES, key=cost))

@@ -660,7 +660,6 @@ class Kernel:
         self._driver, self._gpu, self._name = driver, gpu, name
         self._module = cupy.RawModule(path=str(path))
         self._function = driver.CUfunction(int(self._module.get_function(name).kernel.ptr))
-        self._shared_bytes = 0
         _, self.params_bytes = _check(driver, driver.cuFuncGetParamInfo(self._function, 0))
         # The kernel's launch bounds are the threads that it is written for.
         self._threads = self._attribute("MAX_THREADS_PER_BLOCK")
@@ -692,10 +691,11 @@ class Kernel:
         driver, function = self._driver, self._function
         if shared_bytes > self._gpu.shared_bytes:
             return 0
-        if shared_bytes > self._shared_bytes:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        # CuPy gives all who load a file the same function: others may have allowed it more.
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (allowed,) = _check(driver, driver.cuFuncGetAttribute(attribute, function))
+        if shared_bytes > allowed:
             _check(driver, driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-            self._shared_bytes = shared_bytes
         if self._cluster == 1:
             blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
                 function, self._threads, shared_bytes

@@ -27,9 +27,9 @@ public:
 
     static MK_DEVICE bool fits(Scratch scratch) { return scratch.bytes >= sizeof(State) + least_slots * least_bytes; }
 
-    // The copy engine moves what is aligned to 16 bytes.
+    // The copy engine moves what is aligned to 16 bytes; short lines take it as long as longer ones, and threads less.
     static MK_DEVICE bool takes(Lines to, Lines from, i64 bytes) {
-        return (u64(to.data) | u64(from.data) | u64(to.pitch | from.pitch | bytes)) % 16 == 0;
+        return bytes >= least_line && (u64(to.data) | u64(from.data) | u64(to.pitch | from.pitch | bytes)) % 16 == 0;
     }
 
     // Puts a copy on the belt; `landed(signal)` for it, or for one before it, when all its bytes are there.
@@ -81,6 +81,7 @@ public:
 private:
     static constexpr u32 least_slots = 3;  // one is loaded, one is stored, one is read by its store
     static constexpr u32 most_slots = 8, least_bytes = 1024, most_bytes = 32768;  // of a piece
+    static constexpr i64 least_line = 512;
 
     struct Slot {
         u64 loaded;  // an mbarrier

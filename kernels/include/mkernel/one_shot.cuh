@@ -9,8 +9,8 @@
 
 namespace mk {
 
-// Who adds which rows, and where words of them lie there: [source][row][group of columns]. A group has room for sums; what
-// is shorter fills less.
+// Who adds which rows, and where words of them lie there: [source][row][group of columns]. A row has room for sums; what
+// is shorter fills its beginning.
 template <class Acc>
 class ToldGroups {
 public:
@@ -46,10 +46,10 @@ public:
         return plan_.scattered ? owner : around(launch_.rank(), step, launch_.size());
     }
 
-    // Where words of a rank's product lie among those that a receiver is told; the same with all receivers of a row.
-    MK_DEVICE u64 place(u64 receiver, u64 source, i64 row, u32 group) const {
+    // Where words of a row of a rank's product begin among those that a receiver is told; the same with all its receivers.
+    MK_DEVICE u64 place(u64 receiver, u64 source, i64 row) const {
         const Range rows = added_by(receiver);
-        return ((source * u64(rows.size()) + u64(row - rows.begin)) * across_ + group) * words;
+        return (source * u64(rows.size()) + u64(row - rows.begin)) * across_ * words;
     }
     MK_DEVICE u64* words_of(u64 receiver) const {
         return static_cast<u64*>(launch_.at(receiver, plan_.reduction.partials.signals));
@@ -64,7 +64,7 @@ private:
 // A group's values, two words at a time.
 template <class T, u32 columns>
 struct alignas(8) Told {
-    static constexpr u32 pairs = columns * sizeof(T) / 8;
+    static constexpr u32 pairs = columns * sizeof(T) / 8, words = 2 * pairs;
     T values[columns];
 
     // `generation`: of the words, as a target.
@@ -171,7 +171,8 @@ private:
                                   const Acc (&sums)[count]) {
         const u64 generation = launch.target(0);
         const i32 left = i32(columns.size());  // may be none
-        const u64 place = groups.place(owner, launch.rank(), row, u32(columns.begin) / Groups::columns);
+        constexpr u32 words = Told<T, Groups::columns>::words;  // without gaps: links carry them together
+        const u64 place = groups.place(owner, launch.rank(), row) + u32(columns.begin) / Groups::columns * words;
         MK_NO_UNROLL
         for (u64 step = 0; step < groups.receivers(); ++step) {
             u64* to = groups.words_of(groups.receiver(owner, step)) + place;
@@ -180,7 +181,7 @@ private:
                 Told<T, Groups::columns> told;
                 MK_UNROLL
                 for (u32 c = 0; c < Groups::columns; ++c) told.values[c] = narrow<T>(sums[i * Groups::columns + c]);
-                if (left > i32(i * apart)) told.tell(generation, to + i * apart / Groups::columns * Groups::words);
+                if (left > i32(i * apart)) told.tell(generation, to + i * apart / Groups::columns * words);
             }
         }
     }
@@ -205,20 +206,22 @@ MK_DEVICE void add_told(Launch& launch, const OneShotPlan& plan, const Matrix& t
     const bool scattered = plan.scattered;
     bool all = launch.live();
     for (u32 index = u32(launch.member()) * agent.lanes() + agent.lane(); index < count; index += lanes) {
-        const u32 line = index / across, column = index % across * columns;
+        const u32 line = index / across, group = index % across, column = group * columns;
         const u64 owner = scattered ? rank : groups.owner(rows.begin + line);
         Asked<Acc, columns> product;
         Asked<Partial, columns> terms[batch];
-        auto from = [&](u64 source) { return words + (source * count + index) * Groups::words; };
+        auto row_of = [&](u64 source) { return words + (source * count + line * across) * Groups::words; };
+        auto from = [&](u64 peer) { return row_of(peer) + group * Told<Partial, columns>::words; };
         auto peer_at = [&](u64 step) { return around(owner, step, size); };
         auto ask = [&](u64 first) {
             MK_UNROLL
             for (u32 i = 0; i < batch; ++i)
                 if (first + i < size) terms[i].ask(from(peer_at(first + i)));
         };
-        product.ask(from(owner));
+        const u64* exact = row_of(owner) + group * Groups::words;
+        product.ask(exact);
         ask(1);
-        all = all && product.hear(launch, from(owner), {Awaited::partial, owner, index});
+        all = all && product.hear(launch, exact, {Awaited::partial, owner, index});
         Told<Acc, columns> sums = product.told();
         for (u64 first = 1; all && first < size; first += batch) {
             if (first > 1) ask(first);

@@ -420,29 +420,39 @@ public:
         }
     }
 
-    // Tells the sums of a part, when the storer says that the sink may begin. Of each 8 columns of two rows, lanes 2 i and
-    // 2 i + 1 have 2 each: they swap, so that each has 4 columns of one row.
+    // Tells the sums of a part, when the storer says that the sink may begin: those of a warp by way of its lines of strips,
+    // from where eight lanes take a row, as links carry long runs in fewer packets.
     static MK_DEVICE void tell(Shared& shared, const Launch& launch, const Tile& part, u32 consumer, Turn<1>& awaited,
                                float (&sums)[blocks][columns / 2]) {
-        const u32 lane = threadIdx.x % 32;
-        const bool odd = lane % 2 > 0;
+        constexpr u32 wide = Strip<float>::columns, together = 2;  // strips
+        const u32 lane = threadIdx.x % 32, first_line = threadIdx.x / 32 % 4 * 16, place = lane % 8 * 4;
         ptx::wait(&shared.awaited[consumer], awaited.parity);
         awaited.advance();
         Span told(launch, threadIdx.x % 128 == 0, Traced::store, part);
         MK_UNROLL
-        for (u32 i = 0; i < blocks; ++i) {
+        for (u32 i = 0; i < blocks; ++i)
             MK_UNROLL
-            for (u32 j = 0; j < columns / 2; j += 4) {
-                float* some = &sums[i][j];
-                const float first = __shfl_xor_sync(~0u, odd ? some[0] : some[2], 1);
-                const float second = __shfl_xor_sync(~0u, odd ? some[1] : some[3], 1);
-                if (odd) some[0] = first, some[1] = second;
-                else some[2] = first, some[3] = second;
+            for (u32 first = 0; first < columns; first += together * wide) {
+                u8* strip[together] = {shared.staged[consumer][0], shared.staged[consumer][1]};
+                MK_UNROLL
+                for (u32 s = 0; s < together; ++s)
+                    stage<float>(strip[s], [&](u32 j) { return sums[i][(first + s * wide) / 2 + j]; });
+                __syncwarp();
+#pragma unroll 1
+                for (u32 line = first_line + lane / 8; line < first_line + 16; line += 4) {
+                    const i64 row = part.rows.begin + i * strip_rows + line;
+                    if (row >= part.rows.end || has_failed(shared)) break;
+                    float some[together * 4];
+                    MK_UNROLL
+                    for (u32 s = 0; s < together; ++s) {
+                        const float4 four = *reinterpret_cast<const float4*>(Strip<float>{strip[s]}(line, place));
+                        some[4 * s] = four.x, some[4 * s + 1] = four.y, some[4 * s + 2] = four.z, some[4 * s + 3] = four.w;
+                    }
+                    shared.sink.template tell<wide>(launch, row, Range{part.columns.begin + first + place, part.columns.end},
+                                                    some);
+                }
+                __syncwarp();
             }
-            const i64 row = part.rows.begin + i * strip_rows + threadIdx.x / 32 % 4 * 16 + lane / 4 + (odd ? 8 : 0);
-            const Range from{part.columns.begin + lane % 4 / 2 * 4, part.columns.end};
-            if (row < part.rows.end && !has_failed(shared)) shared.sink.template tell<8>(launch, row, from, sums[i]);
-        }
         __syncwarp();
         if (lane == 0) ptx::arrive(&shared.ready[consumer][0]);
     }
@@ -751,9 +761,9 @@ public:
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part),
 //              which are there when begin() returns (may_wait(launch, part): not at once); they become Sink::Result, for
 //              which results() has map, first_row and deliver
-//   sink       with tells_sums<Sink>, the threads that have multiplied call tell<8>(launch, row, columns, sums) once begin()
-//              has returned true: 4 sums of a row from the first of the columns on, 4 of 8 columns further, and so on. There
-//              are no pieces and no end()
+//   sink       with tells_sums<Sink>, the threads that have multiplied call tell<32>(launch, row, columns, sums) once begin()
+//              has returned true: 4 sums of a row from the first of the columns on, and 4 of 32 columns further. There are
+//              no pieces and no end()
 // May be called again and again. The gate is asked for this block's rows only, by warp 0; where they lie apart, while
 // tiles before are not finished: it may not wait for those.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
