@@ -41,8 +41,8 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
     auto collect = [&](Launch& self, bool last_stripe, u64 agent, u64 agents) {
         const TileShape part{reduction.part_rows, reduction.part_columns, 0};
-        const RingTiles of_peers(rows_of_all(self, reduction, part, false), {1, size}, plan.stripe, agent, agents);
-        const i64 last = (ceil_div(reduction.n, plan.stripe) - 1) * plan.stripe;
+        const RingTiles of_peers(rows_of_all(self, reduction, part, false), {1, size}, reduction.stripe, agent, agents);
+        const i64 last = (ceil_div(reduction.n, reduction.stripe) - 1) * reduction.stripe;
         for (Tile of_peer : of_peers)
             if ((of_peer.columns.begin >= last) == last_stripe)
                 Sums<OutType, engine::sends_strips>(plan).collect(self, of_peer, store());
@@ -53,7 +53,7 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
 
     if (launch.is(Role::mover)) greet(launch), collect_early(launch);
     if (several_nodes && launch.is(Role::inter_reduce))
-        launch.apart([&](Launch& self) { Nodes(self, reduction).add_and_send(plan.stripe); });
+        launch.apart([&](Launch& self) { Nodes(self, reduction).add_and_send(); });
     if (several_nodes && launch.is(Role::inter_send))
         launch.apart([&](Launch& self) {
             Nodes(self, reduction).send(p.message, [&](Nodes& nodes) { nodes.send_totals<OutType>(plan); });
@@ -65,7 +65,7 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
 
     if (launch.is(Role::compute)) {
         const bool moves = reduction.split.movers == 0;
-        const RingTiles own_rows_last(rows_of_all(launch, reduction, reduction.tile, true), {1, size + 1}, plan.stripe,
+        const RingTiles own_rows_last(rows_of_all(launch, reduction, reduction.tile, true), {1, size + 1}, reduction.stripe,
                                       launch.member() / engine::cluster, launch.members() / engine::cluster);
         engine::gemm<Type>(
             launch, own_rows_last, reduction.tile, reduction.k,

@@ -1,8 +1,9 @@
 // gemm_reduce_scatter: every rank gets its rows of the sum over ranks of A @ B; a rank has its own A (M, K_r), B (K_r, N).
 //   movers   tell the peers that this rank has entered the call, and see them enter it
 //            (a part of a compute agent, where the plan has no agents for it)
-//   compute  multiplies the rows of rank + 1, rank + 2, ... first, and pushes each finished tile to the owner of its rows;
-//            own rows last: by then the peers' tiles have come, and are added, the next rank's first
+//   compute  takes the columns stripe by stripe, so that links always have something to do. It multiplies the rows of
+//            rank + 1, rank + 2, ... first, and pushes each finished tile to the owner of its rows; own rows last: by then
+//            the peers' tiles have come, and are added, the next rank's first
 // Where there is more than one node, the rows of others come first, and each node sends one sum of them:
 //   inter-reduce   adds what its node has of such rows, pushed to one rank of it, and sends that to their owner; there it
 //                  is added to the sum over the owner's node, in the order of nodes
@@ -40,15 +41,15 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
 
     if (launch.is(Role::mover)) greet(launch);
     if (several_nodes && launch.is(Role::inter_reduce))
-        launch.apart([&](Launch& self) { Nodes(self, plan).add_and_send(RingTiles::one_stripe); });
+        launch.apart([&](Launch& self) { Nodes(self, plan).add_and_send(); });
     if (several_nodes && launch.is(Role::inter_send))
         launch.apart([&](Launch& self) { Nodes(self, plan).send(p.message, [](Nodes&) {}); });
     if (several_nodes && launch.is(Role::inter_receive))
         launch.apart([&](Launch& self) { Nodes(self, plan).receive([](Nodes&) {}); });
 
     if (launch.is(Role::compute)) {
-        const RingTiles own_rows_last(rows_of_all(launch, plan, plan.tile, true), {1, size + 1},
-                                      RingTiles::one_stripe, launch.member() / engine::cluster, launch.members() / engine::cluster);
+        const RingTiles own_rows_last(rows_of_all(launch, plan, plan.tile, true), {1, size + 1}, plan.stripe,
+                                      launch.member() / engine::cluster, launch.members() / engine::cluster);
         engine::gemm<Type>(
             launch, own_rows_last, plan.tile, plan.k,
             /* source */ [&](Tile t) -> Rows { return {p.a, plan.row_start[t.source] + t.rows.begin}; }, p.b,

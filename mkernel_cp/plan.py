@@ -868,6 +868,9 @@ class GemmReduceScatterPlan(GemmPlan):
     one_shot : bool
         Every rank tells its product at once to all who add it, in words that need no signals: for
         few rows.
+    stripes : int
+        Parts of the columns. In each, peers' rows are multiplied before own ones, so that links are
+        in use all the time.
     """
 
     operator: ClassVar[str] = "gemm_reduce_scatter"
@@ -878,6 +881,13 @@ class GemmReduceScatterPlan(GemmPlan):
     piece_columns: int
     zones: tuple[tuple[int, int], ...]
     one_shot: bool
+    stripes: int
+
+    @property
+    def stripe_columns(self) -> int:
+        """Columns of a stripe: whole tiles."""
+        across = math.ceil(self.n / self.tile[1])
+        return max(1, math.ceil(across / self.stripes)) * self.tile[1]
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -959,7 +969,9 @@ class GemmReduceScatterPlan(GemmPlan):
         """Return the plan in words, one choice a line."""
         rings = " and then ".join(", ".join(map(str, ring)) for ring in self.topology.rings)
         order = "ranks from the owner of a row on" if self.one_shot else f"ranks {rings}"
-        at_once = ("all of it comes in one shot",) if self.one_shot else ()
+        stripes = (
+            f"{self.stripes} stripe{'s' * (self.stripes > 1)} of {self.stripe_columns} columns"
+        )
         return "\n".join(
             (
                 *self._heading(),
@@ -967,7 +979,9 @@ class GemmReduceScatterPlan(GemmPlan):
                 f"{order}; {self.bytes_from_peers} bytes come to this rank, into "
                 f"{self.memory} bytes of slots",
                 *self._between_nodes(self.receivers),
-                *at_once,
+                "all of it comes in one shot"
+                if self.one_shot
+                else f"columns are taken in {stripes}",
             )
         )
 
@@ -976,21 +990,10 @@ class GemmReduceScatterPlan(GemmPlan):
 class GemmAllReducePlan(GemmReduceScatterPlan):
     """The plan of `gemm_allreduce` on one rank; `row_counts` says who adds which rows.
 
-    Attributes
-    ----------
-    stripes : int
-        Parts of the columns, of which one is handed out while the next is multiplied.
+    The sums of a stripe are handed out while the next one is multiplied.
     """
 
-    stripes: int
-
     operator: ClassVar[str] = "gemm_allreduce"
-
-    @property
-    def stripe_columns(self) -> int:
-        """Columns of a stripe: whole tiles."""
-        across = math.ceil(self.n / self.tile[1])
-        return max(1, math.ceil(across / self.stripes)) * self.tile[1]
 
     @property
     def bytes_from_peers(self) -> int:
@@ -1023,11 +1026,7 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
         """Return the plan in words, one choice a line."""
         if self.one_shot:
             return f"{super().explain()}, and every rank adds all rows"
-        return (
-            f"{super().explain()}\nsums are handed out in {self.stripes} stripe"
-            f"{'s' * (self.stripes > 1)} of {self.stripe_columns} columns, and stored by "
-            f"{self._movers()}"
-        )
+        return f"{super().explain()}, each handed out to all and stored by {self._movers()}"
 
 
 def tf32_text(tf32: bool) -> str:
@@ -1290,7 +1289,7 @@ def whole_groups(tile: Any) -> Any:
 
 # Movers that store the sums of gemm_allreduce on a GPU, and agents that add what leaves a node.
 _COLLECTORS, _ADDERS = 8, 4
-_MOST_STRIPES = 4
+_MOST_STRIPES = 8
 
 
 def plan_reduction(
@@ -1311,22 +1310,19 @@ def plan_reduction(
 ) -> GemmReduceScatterPlan:
     """Choose a plan of a kind, for the tile and the form that the ranks have agreed on.
 
-    `gemm_allreduce` gets as many stripes as leave every compute agent two tiles in each, but no
-    more than 4.
+    As many stripes as leave a compute agent a tile of each rank's rows in each, but no more than 8.
     """
     ranks = len(row_counts)
     tiled = (sum(row_counts),) if one_shot else row_counts
     tiles = sum(tile_counts(tiled, n, chosen.tile))
     whole = kind is GemmAllReducePlan
     movers = _COLLECTORS if whole and not one_shot else 1
-    nodes, more = nodes or (ranks,), {}
+    nodes = nodes or (ranks,)
     adding = inter_reduce(nodes, options, 1 if chosen.engine == "host" else _ADDERS)
     capacity -= sum(adding) + network_agents(nodes, chosen.cluster, sum(adding))
     split = (*choose_split(chosen, ranks, tiles, movers, options, capacity), *adding)
-    if whole:
-        across, waves = math.ceil(n / chosen.tile[1]), tiles * chosen.cluster // (2 * split[1])
-        more["stripes"] = max(1, min(_MOST_STRIPES, across, waves)) if ranks > 1 else 1
-        more["stripes"] = 1 if one_shot else more["stripes"]
+    across, waves = math.ceil(n / chosen.tile[1]), math.ceil(tiles * chosen.cluster / split[1])
+    stripes = 1 if one_shot or ranks == 1 else max(1, min(_MOST_STRIPES, across, waves // ranks))
     return kind(
         rank=rank,
         row_counts=row_counts,
@@ -1350,7 +1346,7 @@ def plan_reduction(
             kind, row_counts, n, out_dtype, transfer_dtype, chosen, one_shot, nodes
         ),
         one_shot=one_shot,
-        **more,
+        stripes=stripes,
     )
 
 

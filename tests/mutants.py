@@ -255,10 +255,10 @@ MUTANTS = {
         "behind % 1 ? Range{middle",
         ("test_emulated_gemm.py::test_halved_tiles",),
     ),
-    "there and back": Mutant(
+    "a tile too far": Mutant(
         H + "schedule.cuh",
-        "forth_ = 2 * (agents - 1 - agent) + 1;",
-        "forth_ = 2 * agents - 1;",
+        "index_ += i32(tiles_.agents_);",
+        "index_ += i32(tiles_.agents_) + 1;",
     ),
     "columns of another stripe": Mutant(
         H + "schedule.cuh", "block(before_ + rest / height", "block(rest / height", SUMS
@@ -366,8 +366,8 @@ MUTANTS = {
     ),
     "one shot: rows behind the last": Mutant(
         H + "engine/hopper.cuh",
-        "if (row < part.rows.end && !has_failed(shared)) shared",
-        "if (!has_failed(shared)) shared",
+        "if (row >= part.rows.end || has_failed(shared)) break;",
+        "if (has_failed(shared)) break;",
         EMULATED_SUMS,
     ),
     "one shot: a turn ahead of those who tell": Mutant(

@@ -126,6 +126,4 @@ class GemmAllReduce(ReductionOperator):
         self._plan((a, b), comm, out, stream, dtype=dtype, options=options)
 
     def _with_reduction(self, reduction: Any, arena: Arena) -> Any:
-        return structs.shared().GemmAllReducePlan(
-            reduction=reduction, stripe=self.plan.stripe_columns, sums=self._zone(arena, 1)
-        )
+        return structs.shared().GemmAllReducePlan(reduction=reduction, sums=self._zone(arena, 1))

@@ -153,6 +153,7 @@ class ReductionOperator(GemmOperator):
             n=plan.n,
             k=plan.k,
             tile=structures.TileShape(*plan.tile),
+            stripe=plan.stripe_columns,
             part_rows=plan.part[0],
             part_columns=plan.part[1],
             piece_columns=plan.piece_columns,

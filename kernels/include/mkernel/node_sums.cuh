@@ -38,11 +38,11 @@ public:
     }
 
     // For inter-reduce: adds to what this rank has of others' rows what its node has, the next rank's first, and sends it
-    // to their owner. `stripe`: columns, as they are multiplied.
-    MK_DEVICE void add_and_send(i64 stripe) {
+    // to their owner.
+    MK_DEVICE void add_and_send() {
         const u64 rank = launch_.rank();
         const Zone products(launch_, plan_.nodes.products), leaving(launch_, plan_.nodes.leaving);
-        for (Tile part : far_parts(stripe, launch_.member(), launch_.members())) {
+        for (Tile part : far_parts(launch_.member(), launch_.members())) {
             if (launch_.holder(part.source) != rank) continue;
             const i64 number = parts_.where_added(part);
             const Subject product{Awaited::partial, rank, u64(number)};
@@ -74,7 +74,7 @@ public:
         const u64 rank = launch_.rank(), size = launch_.size();
         const Network& network = *launch_.world().network;
         const Zone totals(launch_, plan.sums);
-        for (Tile part : RingTiles(grid(), {size, size + 1}, plan.stripe, 0, 1)) {
+        for (Tile part : RingTiles(grid(), {size, size + 1}, plan_.stripe, 0, 1)) {
             const i64 number = parts_.over_all(part);
             const Subject sum{Awaited::sum, rank, u64(number)};
             if (!launch_.wait(launch_.agent(), totals.signal(rank, number), 1, sum)) return;
@@ -89,7 +89,7 @@ public:
     MK_DEVICE void pass_on_totals(const GemmAllReducePlan& plan) {
         const u64 rank = launch_.rank();
         const Zone totals(launch_, plan.sums);
-        for (Tile part : far_parts(plan.stripe, 0, 1)) {
+        for (Tile part : far_parts(0, 1)) {
             if (launch_.holder(part.source) != rank) continue;
             const i64 number = parts_.over_all(part), bytes = i64(bytes_of<T>(part));
             const u64 chunk = plan_.nodes.first_total + u64(number);
@@ -110,8 +110,8 @@ private:
     }
 
     // Of the rows of other nodes' ranks, an agent's share out of `agents`.
-    MK_DEVICE RingTiles far_parts(i64 stripe, u64 agent, u64 agents) const {
-        return {grid(), {1, 1 + launch_.size() - launch_.node().size}, stripe, agent, agents};
+    MK_DEVICE RingTiles far_parts(u64 agent, u64 agents) const {
+        return {grid(), {1, 1 + launch_.size() - launch_.node().size}, plan_.stripe, agent, agents};
     }
 
     MK_DEVICE void post(u64 peer, u64 chunk, Place from, Place to, u64 bytes, Completed written) {

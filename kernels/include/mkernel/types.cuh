@@ -311,6 +311,7 @@ struct GemmReduceScatterPlan {
     i64 n;
     i64 k;  // of this rank
     TileShape tile;
+    i64 stripe;         // columns that are summed before the next ones
     i64 part_rows;      // of a part of a tile, which is pushed and added at once
     i64 part_columns;
     i64 piece_columns;  // of a piece of a part, which is delivered at once
@@ -335,7 +336,6 @@ struct GemmReduceScatterParams {
 // What does not change from call to call of gemm_allreduce.
 struct GemmAllReducePlan {
     GemmReduceScatterPlan reduction;
-    i64 stripe;     // columns that are summed and handed out before the next ones
     ZonePlan sums;  // [part, counted over all owners]
 };
 
