@@ -23,7 +23,7 @@ _HOPPER_NVRTC = 12, 8  # the oldest that compiles that engine well
 MOST_COLUMNS = COLUMNS[-1]
 MOST_COMPUTE_AGENTS = 1024
 _ALIGNMENT = 256
-_CHUNK_BYTES = 1 << 15
+_CHUNK_BYTES = 1 << 16
 _WINDOW_BYTES = 1 << 26  # that a window takes unasked, if two units need no more
 # So many blocks fill a link, and so many queries of a head of keys keep a GPU busy for about twice
 # as long as the keys then take; where there are more, fewer movers will do. By engine: a mover has
@@ -601,8 +601,8 @@ def plan_ring_attention(
     blocks = sum(math.ceil(run.count / chosen.tile[0]) for run in attention.held_by(rank))
     tiles = blocks * attention.heads * attention.batch
     queries = max(1, attention.seq_counts[rank] * (attention.heads // attention.kv_heads))
-    seen = 2 if attention.causal else 1  # twice as many keys come as are seen on average
-    needed = seen * _MOST_MOVERS * _BUSY_QUERIES[chosen.engine] // queries
+    hurry = 4 if attention.causal else 1  # half as much is multiplied, and that in bursts
+    needed = hurry * _MOST_MOVERS * _BUSY_QUERIES[chosen.engine] // queries
     movers = max(_LEAST_MOVERS, min(_MOST_MOVERS, needed))
     movers = max(1, min(movers, 2 * attention.chunks(attention.pulled(rank))))
     if attention.ranks > 1 and options.split and options.split[0] == 0:

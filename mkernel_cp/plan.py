@@ -1289,7 +1289,7 @@ def whole_groups(tile: Any) -> Any:
 
 # Movers that store the sums of gemm_allreduce on a GPU, and agents that add what leaves a node.
 _COLLECTORS, _ADDERS = 8, 4
-_MOST_STRIPES = 8
+_MOST_STRIPES = 4
 
 
 def plan_reduction(
@@ -1310,7 +1310,8 @@ def plan_reduction(
 ) -> GemmReduceScatterPlan:
     """Choose a plan of a kind, for the tile and the form that the ranks have agreed on.
 
-    As many stripes as leave a compute agent a tile of each rank's rows in each, but no more than 8.
+    As many stripes as leave a compute agent two tiles of each rank's rows in each, but no more than
+    4.
     """
     ranks = len(row_counts)
     tiled = (sum(row_counts),) if one_shot else row_counts
@@ -1322,7 +1323,7 @@ def plan_reduction(
     capacity -= sum(adding) + network_agents(nodes, chosen.cluster, sum(adding))
     split = (*choose_split(chosen, ranks, tiles, movers, options, capacity), *adding)
     across, waves = math.ceil(n / chosen.tile[1]), math.ceil(tiles * chosen.cluster / split[1])
-    stripes = 1 if one_shot or ranks == 1 else max(1, min(_MOST_STRIPES, across, waves // ranks))
+    stripes = max(1, min(_MOST_STRIPES, across, waves // (2 * ranks)))
     return kind(
         rank=rank,
         row_counts=row_counts,
@@ -1346,7 +1347,7 @@ def plan_reduction(
             kind, row_counts, n, out_dtype, transfer_dtype, chosen, one_shot, nodes
         ),
         one_shot=one_shot,
-        stripes=stripes,
+        stripes=1 if one_shot or ranks == 1 else stripes,
     )
 
 
