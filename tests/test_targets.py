@@ -130,10 +130,9 @@ def test_tiles_of_the_hopper_engine_fit(tile, ranks):
     for movers, gathers in itertools.product((0, 8), (False, True)):
         options = mk.Options(tile=(*tile, 128), split=(movers, None))
         chosen = plan.hopper_tile((4096,) * ranks, 1024, options, H100, 4096, gathers=gathers)
-        assert chosen.stages >= (4 if gathers or ranks == 1 else 3)
+        assert chosen.stages >= 3
         assert (chosen.courier_bytes > 0) == (ranks > 1 and gathers and not movers)
-        whole_part = chosen.strips * 8192 >= chosen.part[0] * chosen.part[1] * 2
-        assert gathers or ranks == 1 or whole_part
+        assert chosen.strips * 8192 >= chosen.part[0] * chosen.part[1] * 2  # a whole part
 
 
 def test_the_hopper_engine_is_for_16_bits_and_its_own_tiles():
