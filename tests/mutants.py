@@ -1050,8 +1050,9 @@ for name, (file, old, new) in {
     ),
     "hopper: partial sums read before they are there": (
         "hopper.cuh",
-        "ptx::wait(&shared.awaited[consumer], awaited.parity);",
-        "",
+        "ptx::wait(&shared.awaited[consumer], awaited.parity);\n        awaited.advance();\n"
+        "        const bool failed",
+        "awaited.advance();\n        const bool failed",
     ),
     "hopper: partial sums of another": ("hopper.cuh", "peer, from += addends.apart", "peer"),
     "hopper: sums of one peer for all": (
