@@ -151,8 +151,13 @@ MUTANTS = {
     ),
     "signals of an earlier call": Mutant(
         H + "signal.cuh",
-        "all = load_acquire(signal_of(i)) >= goal && all;",
-        "all = load_acquire(signal_of(i)) > 0 && all;",
+        "here[i] = i < count && load_ahead(signal_of(i)) >= goal;",
+        "here[i] = i < count && load_ahead(signal_of(i)) > 0;",
+    ),
+    "signals of an earlier call, of lanes": Mutant(
+        H + "signal.cuh",
+        "lane >= count || load_acquire(signal_of(lane)) >= goal",
+        "lane >= count || load_acquire(signal_of(lane)) > 0",
     ),
     "chunks that nobody brings": Mutant(
         H + "landing.cuh",
@@ -629,6 +634,12 @@ MUTANTS = {
         "const bool here = launch_.all_there(who, all.count(), 1, all);",
         "const bool here = true;",
         EXPERT_RACES,
+    ),
+    "layer: parts of an earlier call": Mutant(
+        H + "signal.cuh",
+        "all = load_acquire(signal_of(i)) >= goal && all;",
+        "all = load_acquire(signal_of(i)) > 0 && all;",
+        LAYER,
     ),
     "layer: parts of two experts with one signal": Mutant(
         H + "activation.cuh", "/ plan_.part_rows + i64(expert);", "/ plan_.part_rows;", LAYER
