@@ -5,6 +5,7 @@
 //   compute  takes the columns stripe by stripe. It multiplies the rows of rank + 1, rank + 2, ... first, and pushes each
 //            finished tile to the owner of its rows; in own rows, the last, it adds what the peers have pushed, the next
 //            rank's first, and pushes the sum to all while the next stripe is multiplied
+//   both     store the peers' sums of the last stripe, behind which nothing is multiplied
 // Where there is more than one node, the rows of others come first, and each node sends one sum of them:
 //   inter-reduce   adds what its node has of such rows, pushed to one rank of it, and sends that to their owner; there it
 //                  is added to the sum over the owner's node, in the order of nodes
@@ -82,6 +83,7 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
             });
         if (moves && !engine::has_time) collect_early(launch);
     }
+    // What no multiplication hides is shared out among all agents of both roles.
     const u64 all = reduction.split.movers + reduction.split.compute, index = launch.agent().index();
     if (index < all) collect(launch, true, index, all);
 
