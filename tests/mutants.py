@@ -390,14 +390,14 @@ MUTANTS = {
     ),
     "attention: gate wait": Mutant(
         H + "attention.cuh",
-        "if (!launch_.wait(who, &plan_.arrived[index]",
-        "if (!launch_.live() && !launch_.wait(who, &plan_.arrived[index]",
+        "if (!launch_.wait(who, signal(here)",
+        "if (!launch_.live() && !launch_.wait(who, signal(here)",
         ATTENTION,
     ),
     "attention: values come with their keys": Mutant(
         H + "attention.cuh",
-        "run, chunk, part);\n            if",
-        "run, chunk, Part::keys);\n            if",
+        "signal_of(unit, run, first, part);",
+        "signal_of(unit, run, first, Part::keys);",
         ATTENTION,
     ),
     "attention: slot freed too early": Mutant(
@@ -1125,6 +1125,10 @@ for name, (old, new, *tests) in {
     ),
     "slot loaded too early": ("ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);", ""),
     "unit left before it is read": ("ptx::wait(&shared.loaded[slot], slot <", "(void)(slot <"),
+    "values that come with their keys": (
+        "arrived[part] = gate(",
+        "arrived[0] = arrived[1] = gate(",
+    ),
     "keys not waited for": (
         "ptx::wait(&shared.loaded[key.slot], key.parity);\n        if",
         "if",
