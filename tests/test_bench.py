@@ -15,6 +15,8 @@ import mkernel_cp as mk
 from mkernel_cp import reference
 from mkernel_cp.bench import baselines, records, routes, timing
 from mkernel_cp.bench.ring_attention import merge
+from mkernel_cp.commands import spelled
+from mkernel_cp.commands.bench import BENCHES
 from mkernel_cp.communicator import Communicator
 from mkernel_cp.errors import ConfigurationError, Error
 from mkernel_cp.plan import AllGatherGemmPlan, Options, plan_allgather_gemm
@@ -193,7 +195,7 @@ ATTENTION = {"S": 25, "B": 1, "Hq": 6, "Hkv": 2, "D": 5}
 @pytest.mark.parametrize(
     ("operator", "shape", "variant"),
     [
-        ("moe_dispatch_gemm", {"tokens": 50, "H": 24, "I": 9, "E": 7, "k": 3}, ZIPF),
+        ("moe_dispatch_gemm", {"tokens": 50, "H": 24, "I": 9, "E": 2, "k": 2}, ZIPF),
         ("moe_combine", {"tokens": 50, "N": 24, "E": 7, "k": 3}, ZIPF),
         ("moe_layer", {"tokens": 50, "H": 24, "I": 9, "E": 7, "k": 3}, ZIPF),
         ("ring_attention", ATTENTION, {"causal": True, "layout": "zigzag"}),
@@ -213,12 +215,16 @@ def test_variants_are_measured_beside_their_like(tmp_path, operator, shape, vari
         "--repeat=1",
         f"--json={path}",
     ]
-    done = bench(*options, ranks=3, operator=operator.replace("_", "-"))
+    done = bench(*options, ranks=3, operator=spelled(operator))
     assert done.returncode == 0, done.stderr
     (record,) = records.read(path)
     assert (record["shape"], record["variant"]) == (shape, variant)
     assert variant.items() - {("routing", "zipf")} <= record["plan"].items()
     assert isinstance(record["unfused_ms"], float)
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps({"operator": operator, **record["plan"]}))
+    step_type = BENCHES[spelled(operator)].step_type
+    assert step_type.__annotations__["plan"].load(saved).to_json() == record["plan"]
     assert records.title(operator, shape, "float32", variant) in done.stdout
 
 

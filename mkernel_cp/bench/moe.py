@@ -20,10 +20,11 @@ from .routes import Route, layout_of, route_for, take
 _LARGE = tuple((tokens, 7168, 2048, 256, 8) for tokens in (8192, 32768, 131072))
 SHAPES = {"cuda": _LARGE, "host": ((96, 64, 48, 16, 4), (101, 77, 9, 9, 3))}
 QUICK_SHAPES = {name: shapes[:1] for name, shapes in SHAPES.items()}
-_TO_COMBINE, _QUICK_TO_COMBINE = (
-    {name: tuple((tokens, n, *last) for tokens, n, _, *last in of) for name, of in which.items()}
-    for which in (SHAPES, QUICK_SHAPES)
-)
+COMBINE_SHAPES = {
+    name: tuple((tokens, n, *last) for tokens, n, _, *last in shapes)
+    for name, shapes in SHAPES.items()
+}
+QUICK_COMBINE_SHAPES = {name: shapes[:1] for name, shapes in COMBINE_SHAPES.items()}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -170,11 +171,12 @@ class ProductsBench(ExpertsBench):
         (rows, w, out), offsets, every = one.products[-1], one.route.offsets, slice(None)
         some, columns = self._some(out, offsets)
         owners = np.searchsorted(offsets[1:], self._machine.asnumpy(some), side="right")
-        a, parts = self._picked(rows, some, every), []
+        a = self._picked(rows, some, every)
+        value, bound = (np.empty((len(some), len(columns))) for _ in range(2))
         for expert in np.unique(owners):
-            b = self._picked(w[expert], every, columns)
-            parts.append(reference.allgather_gemm([a[owners == expert]], b))
-        value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))
+            own, b = owners == expert, self._picked(w[expert], every, columns)
+            part = reference.allgather_gemm([a[own]], b)
+            value[own], bound[own] = part.value, part.bound
         return Sample(out, some, columns, reference.Expected(value, bound, self._dtype))
 
     def _tokens(self, tokens: int, columns: int, route: Route, number: int) -> tuple[Any, Any]:
@@ -370,7 +372,7 @@ class MoeCombineBench(ExpertsBench):
     operator = "moe_combine"
     step_type, function = MoeCombine, moe_combine
     choices = "movers", "chunk_bytes"
-    shapes, quick_shapes = _TO_COMBINE, _QUICK_TO_COMBINE
+    shapes, quick_shapes = COMBINE_SHAPES, QUICK_COMBINE_SHAPES
 
     def _small(self, ranks: int) -> Shape:
         return 32 * ranks, 64, 2 * ranks, 1
