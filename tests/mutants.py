@@ -247,8 +247,8 @@ MUTANTS = {
     ),
     "chunk tail": Mutant(
         H + "landing.cuh",
-        "block(row, plan_.chunk_rows, rows_of(source))",
-        "block(row, plan_.chunk_rows, rows_of(source) - 1)",
+        "block(row, chunk_rows, all)",
+        "block(row, chunk_rows, all - 1)",
     ),
     "source of another rank": Mutant(
         H + "schedule.cuh",
