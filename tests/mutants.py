@@ -1096,18 +1096,29 @@ for name, (file, old, new) in {
 }.items():
     MUTANTS[name] = Mutant(H + "engine/" + file, old, new, EMULATED_GEMM)
 
-for name, (old, new) in {
+SHORT_LINES = "test_emulated_attention.py::test_any_order_of_threads_and_copies"
+for name, (old, new, *tests) in {
     "courier: stored before it is loaded": (
         "ptx::wait(&slot.loaded, slot.parity);",
         "",
     ),
     "courier: signal before the bytes": ("ptx::wait_stores<0>();", ""),
+    "courier: short lines stored before they are loaded": (
+        "settle<most_slots - 2>(warp);",
+        "warp.sync();",
+        SHORT_LINES,
+    ),
+    "courier: last short lines stored before they are loaded": (
+        "        settle();\n        if (launch_.agent().lane() == 0 && Belt::fits(",
+        "        if (launch_.agent().lane() == 0 && Belt::fits(",
+        SHORT_LINES,
+    ),
     "courier: slot loaded while it is stored": (
         "ptx::wait_stores_read<1>();  // the store",
         "// the store",
     ),
 }.items():
-    MUTANTS[name] = Mutant(H + "courier.cuh", old, new, EMULATED_COURIER)
+    MUTANTS[name] = Mutant(H + "courier.cuh", old, new, tuple(tests) or EMULATED_COURIER)
 
 HOPPER_ATTENTION = tuple(
     f"{EMULATED_ATTENTION[0]}::{name}"

@@ -10,7 +10,7 @@ namespace mk {
 
 #if MK_BULK_COPIES
 // A ring of pieces that the multiprocessor's copy engine brings through shared memory. One thread drives it, and keeps its
-// account of it there too: registers are scarce where others multiply.
+// account of it there too: registers are scarce where others multiply. Short lines a warp loads, all lanes at once.
 class Belt {
 public:
     MK_DEVICE Belt(Scratch scratch, bool drives) : state_(*reinterpret_cast<State*>(scratch.data)) {
@@ -30,9 +30,12 @@ public:
 
     static MK_DEVICE bool fits(Scratch scratch) { return scratch.bytes >= sizeof(State) + least_slots * least_bytes; }
 
-    // The copy engine moves what is aligned to 16 bytes; short lines take it as long as longer ones, and threads less.
-    static MK_DEVICE bool takes(Lines to, Lines from, i64 bytes) {
-        return bytes >= least_line && (u64(to.data) | u64(from.data) | u64(to.pitch | from.pitch | bytes)) % 16 == 0;
+    // The copy engine moves what is aligned to 16 bytes; short lines take it as long as longer ones.
+    static MK_DEVICE bool takes(Lines to, Lines from, i64 bytes) { return bytes >= least_line && aligned(to, from, bytes); }
+    // Of those it stores many at a time, if they lie together, that a warp has loaded.
+    MK_DEVICE bool takes_short(const Agent& agent, Lines to, Lines from, i64 bytes) const {
+        return agent.lanes() == 32 && bytes < least_line && to.pitch == bytes && aligned(to, from, bytes) &&
+               state_.slots == most_slots;
     }
 
     // Puts a copy on the belt; `landed(signal)` for it, or for one before it, when all its bytes are there.
@@ -52,13 +55,51 @@ public:
             }
     }
 
+    // The same of short lines, by all lanes of a warp. Before put() and drain() it is to settle().
+    template <class Landed>
+    MK_DEVICE void put_short(const Agent& warp, Lines to, Lines from, i64 lines, i64 bytes, u64* signal, Landed landed) {
+        const bool leads = warp.lane() == 0;
+        const u32 words = u32(bytes) / 16, together = state_.piece_bytes / u32(bytes), all = u32(lines);
+        warp.sync();  // one lane has kept the account so far
+        u32 in = state_.in, under_way = state_.under_way;
+        warp.sync();
+        for (u32 line = 0; line < all; line += together) {
+            const u32 count = all - line < together ? all - line : together;
+            if (under_way + 1 == most_slots) {
+                settle<most_slots - 2>(warp);  // all but the oldest may still be loaded
+                if (leads) make_room(1, landed);
+                --under_way;
+            }
+            if (leads)
+                enter({to.data + line * bytes, bytes}, 1, count * u32(bytes), line + together >= all ? signal : nullptr,
+                      false);
+            warp.sync();
+            u8* there = piece(in);
+            for (u32 i = warp.lane(); i < count * words; i += 32)
+                ptx::copy_async(there + i * 16, from.data + (line + i / words) * from.pitch + i % words * 16);
+            ptx::commit_copies();
+            if (++in == most_slots) in = 0;
+            ++under_way;
+        }
+    }
+
+    // The copy engine may store what the lanes have loaded, but for the last pieces.
+    template <u32 left>
+    static MK_DEVICE void settle(const Agent& warp) {
+        ptx::wait_copies<left>();
+        ptx::fence_shared_to_async();
+        warp.sync();
+    }
+
     // Stores pieces, the oldest first, until `free` more can be loaded; all of them for so many as there are slots.
     template <class Landed>
     MK_DEVICE void make_room(u32 free, Landed landed) {
         for (; state_.under_way > 0 && state_.under_way + free >= state_.slots; --state_.under_way) {
             Slot& slot = state_.slot[state_.out];
-            ptx::wait(&slot.loaded, slot.parity);
-            slot.parity ^= 1;
+            if (slot.by_engine) {
+                ptx::wait(&slot.loaded, slot.parity);
+                slot.parity ^= 1;
+            }
             const Lines to = slot.to;
             const u32 bytes = slot.bytes, lines = slot.lines;
             const u8* from = piece(state_.out);
@@ -91,7 +132,8 @@ private:
         u64 loaded;  // an mbarrier
         Lines to;
         u32 lines, bytes, parity;
-        u64* signal;  // of the copy that ends with this piece
+        bool by_engine;  // loaded
+        u64* signal;     // of the copy that ends with this piece
     };
     struct alignas(16) State {
         u32 piece_bytes, slots, in, out, under_way;
@@ -105,20 +147,29 @@ private:
         state_.unsaid = nullptr;
     }
 
+    static MK_DEVICE bool aligned(Lines to, Lines from, i64 bytes) {
+        return (u64(to.data) | u64(from.data) | u64(to.pitch | from.pitch | bytes)) % 16 == 0;
+    }
+
     MK_DEVICE u8* piece(u32 slot) const { return reinterpret_cast<u8*>(&state_ + 1) + slot * state_.piece_bytes; }
 
     MK_DEVICE void load(Lines to, Lines from, u32 lines, u32 bytes, u64* signal) {
+        u8* there = piece(state_.in);
+        const bool dense = to.pitch == bytes;  // where lines follow each other, one store does for all
+        u64* loaded = enter(to, dense ? 1 : lines, dense ? lines * bytes : bytes, signal, true);
+        ptx::arrive_expect(loaded, lines * bytes);
+        MK_NO_UNROLL
+        for (u32 i = 0; i < lines; ++i) ptx::load_bulk(there + i * bytes, from.data + i * from.pitch, bytes, loaded);
+    }
+
+    // Takes note of a piece, whose slot may then be loaded.
+    MK_DEVICE u64* enter(Lines to, u32 lines, u32 bytes, u64* signal, bool by_engine) {
         ptx::wait_stores_read<1>();  // the store before the last one was of this slot
         Slot& slot = state_.slot[state_.in];
-        const bool dense = to.pitch == bytes;  // where lines follow each other, one store does for all
-        slot.to = to, slot.lines = dense ? 1 : lines, slot.bytes = dense ? lines * bytes : bytes, slot.signal = signal;
-        ptx::arrive_expect(&slot.loaded, lines * bytes);
-        u8* there = piece(state_.in);
-        MK_NO_UNROLL
-        for (u32 i = 0; i < lines; ++i)
-            ptx::load_bulk(there + i * bytes, from.data + i * from.pitch, bytes, &slot.loaded);
+        slot.to = to, slot.lines = lines, slot.bytes = bytes, slot.signal = signal, slot.by_engine = by_engine;
         if (++state_.in == state_.slots) state_.in = 0;
         ++state_.under_way;
+        return &slot.loaded;
     }
 
     State& state_;
@@ -138,6 +189,7 @@ public:
           belt_(scratch, launch.agent().lane() == 0)
 #endif
     {
+        launch.agent().sync();
     }
 
     // Starts a copy of `lines` runs of `bytes`; the signal is raised at the latest when finish() returns. Without one it
@@ -145,7 +197,14 @@ public:
     MK_DEVICE void send(Lines to, Lines from, i64 lines, i64 bytes, u64* signal) {
 #if MK_BULK_COPIES
         if (aligned) bytes = (bytes + 15) / 16 * 16;
-        if (aligned || (Belt::fits(scratch_) && lines > 0 && bytes > 0 && Belt::takes(to, from, bytes))) {
+        const bool fits = Belt::fits(scratch_) && lines > 0 && bytes > 0;
+        if (!aligned && fits && belt_.takes_short(launch_.agent(), to, from, bytes)) {
+            belt_.put_short(launch_.agent(), to, from, lines, bytes, signal, [&](u64* of) { raise(of, Completed()); });
+            loads_ = true;
+            return;
+        }
+        if (aligned || (fits && Belt::takes(to, from, bytes))) {
+            settle();
             if (launch_.agent().lane() == 0) {
                 ptx::fence_global_to_async();  // this lane has acquired what the copy engine is to read
                 belt_.put(to, from, lines, bytes, signal, [&](u64* of) { raise(of, Completed()); });
@@ -161,6 +220,7 @@ public:
     MK_DEVICE void send_listed(Lines to, Lines from, const u32* list, i64 lines, i64 bytes, u64* signal) {
 #if MK_BULK_COPIES
         if (Belt::fits(scratch_) && lines > 0 && bytes > 0 && Belt::takes(to, from, bytes)) {
+            settle();
             if (launch_.agent().lane() == 0) {
                 ptx::fence_global_to_async();
                 for (i64 i = 0; i < lines; ++i)
@@ -176,6 +236,7 @@ public:
     // When it returns, all copies are complete.
     MK_DEVICE void finish() {
 #if MK_BULK_COPIES
+        settle();
         if (launch_.agent().lane() == 0 && Belt::fits(scratch_)) belt_.drain([&](u64* of) { raise(of, Completed()); });
 #endif
         launch_.agent().sync();
@@ -187,7 +248,13 @@ private:
     Context& launch_;
     Scratch scratch_;
 #if MK_BULK_COPIES
+    MK_DEVICE void settle() {
+        if (!aligned && loads_) Belt::settle<0>(launch_.agent());
+        loads_ = false;
+    }
+
     Belt belt_;
+    bool loads_ = false;  // pieces that a warp has loaded may be under way
 #endif
 };
 
