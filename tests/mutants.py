@@ -201,6 +201,12 @@ MUTANTS = {
         "if (false)",
         ("test_failure.py::test_a_peer_that_has_closed_is_not_waited_for",),
     ),
+    "naps that get longer": Mutant(
+        H + "host_runtime.cuh",
+        "first_nap_ns << (doublings < most_doublings ? doublings : most_doublings)",
+        "first_nap_ns",
+        ("test_failure.py::test_who_waits_long_leaves_the_cores_to_others",),
+    ),
     "deadline": Mutant(
         H + "signal.cuh", "if (limit && now - clock.since > limit)", "if (limit > now)"
     ),
