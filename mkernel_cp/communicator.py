@@ -297,7 +297,7 @@ class Communicator:
         signals = self.topology.by_rank(signals)
         self._together(lambda: self._assemble(pages, signals))
         self._end = lifetime.End(
-            self._pages, self.rank, self._watcher, self._all_links, self._machine
+            self._pages, self.rank, self._signals, self._watcher, self._all_links, self._machine
         )
         # Also without close(); at exit, when finalizers do nothing any more, _at_exit sees to it.
         weakref.finalize(self, self._end).atexit = False

@@ -80,9 +80,9 @@ _AWAITED = {
     Awaited.QUEUE: "room for command {index} in the queue to the network",
     Awaited.SENT: "the network to have sent command {index}",
     Awaited.NETWORK: "chunk {index}, which {peer} sends over the network",
-    Awaited.RECEIPT: "the receipt of rank {index} for what was sent to it",
+    Awaited.RECEIPT: "the receipt of {peer} for what was sent to it",
     Awaited.CREDIT: "{peer} to need unit {index} no more",
-    Awaited.SLOT: "room for what is sent to rank {index}, which has yet to take out more",
+    Awaited.SLOT: "room for what is sent to {peer}, which has yet to take out more",
 }
 
 

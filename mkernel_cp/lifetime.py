@@ -98,12 +98,13 @@ class End:
         self,
         pages: Sequence[HostPage],
         rank: int,
+        signals: Any,
         watcher: Watcher | None,
         links: Sequence[Any],
         machine: Any,
     ):
-        self._pages, self._rank, self._watcher, self._links = pages, rank, watcher, links
-        self._machine = machine
+        self._pages, self._rank, self._signals = pages, rank, signals
+        self._watcher, self._links, self._machine = watcher, links, machine
         self.network: Any = None
         self._process = os.getpid()
         self._over = False
@@ -115,14 +116,17 @@ class End:
             return  # in a forked child all of it is its parent's
         self._over = True
         _open.discard(self)
+        own, finished = self._pages[self._rank].words, 0
         with contextlib.suppress(errors.Error):
             self._machine.wait()
+            self._signals.refresh()
+            finished = 0 if own.abort else self._signals.generation
         # What peers meet from here on is their failure, not this rank's.
         error = failure_in(self._pages, self._rank) or fault_in(self._pages[self._rank])
         if error is not None and not self.reported:
             _unreported.append(f"{type(error).__name__}: {error}")
         # Peers see that it has closed before they see its sockets end.
-        self._pages[self._rank].words.closed = 1
+        own.closed = 1 + finished
         if self._watcher is not None:
             self._watcher.stop()
         if self.network is not None:

@@ -44,9 +44,9 @@ _AWAITED = {
     Awaited.QUEUE: "room for command {index}",
     Awaited.SENT: "command {index} to be sent",
     Awaited.NETWORK: "chunk {index} of rank {peer} over the network",
-    Awaited.RECEIPT: "receipt of rank {index}",
+    Awaited.RECEIPT: "receipt of rank {peer}",
     Awaited.CREDIT: "rank {peer} to need unit {index} no more",
-    Awaited.SLOT: "slot at rank {index}",
+    Awaited.SLOT: "slot at rank {peer}",
 }
 
 

@@ -202,6 +202,35 @@ MUTANTS = {
         "if (false)",
         ("test_failure.py::test_a_peer_that_has_closed_is_not_waited_for",),
     ),
+    "behind which launch a peer has closed": Mutant(
+        H + "signal.cuh",
+        "->closed) - 1 < generation_",
+        "->closed) != 0",
+        ("test_interleavings.py::test_what_a_rank_has_sent_comes_when_it_has_closed",),
+    ),
+    "receipt of a peer that has closed": Mutant(
+        H + "internode.cuh",
+        "{Awaited::receipt, from, 0}",
+        "{Awaited::receipt, everyone, 0}",
+        (
+            "test_interleavings.py::test_a_rank_that_closes_behind_a_broken_launch_is_not_waited_for",
+        ),
+    ),
+    "deadline of the last to enter": Mutant(
+        H + "signal.cuh",
+        "const u64 last = last_of_all(subject.peer);",
+        "const u64 last = subject.peer == everyone ? rank() : subject.peer;",
+        (
+            "test_interleavings.py"
+            "::test_who_waits_for_a_rank_that_waits_for_the_call_of_another_gives_it_time",
+        ),
+    ),
+    "naps that get longer": Mutant(
+        H + "host_runtime.cuh",
+        "first_nap_ns << (doublings < most_doublings ? doublings : most_doublings)",
+        "first_nap_ns",
+        ("test_failure.py::test_who_waits_long_leaves_the_cores_to_others",),
+    ),
     "deadline": Mutant(
         H + "signal.cuh", "if (limit && now - clock.since > limit)", "if (limit > now)"
     ),

@@ -1,6 +1,9 @@
 """Worlds whose launches a simulator runs again and again, in an order drawn from a seed."""
 
-from mkernel_cp import settings
+import ctypes
+import itertools
+
+from mkernel_cp import settings, structs
 from mkernel_cp.transport import soft
 
 
@@ -8,6 +11,35 @@ def helpers(comms):
     """What gets turns beside the launches: network cards of software, and proxies."""
     networks = [comm.network for comm in comms if comm.network]
     return [soft.by_hand(), *(network.by_hand() for network in networks)] if networks else []
+
+
+_STEP = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+def slow(helper, turns):
+    """The same helper, but it uses only one of so many turns."""
+    step, taken = _STEP(helper.step), itertools.count(1)
+    return _helper(lambda _: next(taken) % turns == 0 and step(helper.of))
+
+
+def breaks(comm, turn):
+    """A helper that ends this rank's launch at one of its turns, in vain and without a word."""
+    taken = itertools.count(1)
+    failures = ctypes.c_uint64.from_address(comm._signal_pages[comm.rank].failures_word)
+
+    def step(_):
+        now = next(taken) == turn
+        failures.value |= now
+        return now
+
+    return _helper(step)
+
+
+def _helper(step):
+    callback = _STEP(step)
+    helper = structs.helper(callback)
+    helper.kept = callback
+    return helper
 
 
 def assert_right(world, seeds, launches):

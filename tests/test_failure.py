@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import resource
 import threading
 import time
 
@@ -365,6 +366,21 @@ def test_a_late_rank_within_the_deadline_is_waited_for():
 
     for out in outcomes(2, program, entry_timeout=20, progress_timeout=0.2):
         np.testing.assert_array_equal(out, 6.0)
+
+
+def test_who_waits_long_leaves_the_cores_to_others():
+    def program(comm):
+        options = mk.Options(split=(8, 1))
+        mk.allgather_gemm(A, B, comm=comm, options=options)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        if comm.rank == 1:
+            time.sleep(0.3)
+        naps = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+        mk.allgather_gemm(A, B, comm=comm, options=options)
+        return naps
+
+    _, naps = outcomes(2, program)
+    assert naps < 8 * 600
 
 
 def test_no_deadline_is_no_deadline():

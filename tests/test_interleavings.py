@@ -77,12 +77,13 @@ class World:
                 # What was not finished is NaN; what was finished is right.
                 if not (right.all() if ended_well else (right | np.isnan(out)).all()):
                     faults.append((seed, rank, launch, out.copy()))
-            if launch + 1 < LAUNCHES:
-                a[...] = self.a[launch + 1][rank]
-            else:
-                a[...] = np.nan
+            goes_on = ended_well and launch + 1 < LAUNCHES
+            a[...] = self.a[launch + 1][rank] if goes_on else np.nan
             out[...] = np.nan
-            worlds.poison(comm, poison)
+            if ended_well:
+                worlds.poison(comm, poison)
+            # What it has sent may be told when it has gone already.
+            comm._pages[rank].words.closed = 0 if goes_on else 1 + comm._signals.generation
             return ended_well
 
         first = self.ranks[0][0]._signals.generation
@@ -137,6 +138,14 @@ def test_every_interleaving_between_nodes_gives_the_right_result(
     simulations.assert_right(world, 40, LAUNCHES)
 
 
+@pytest.mark.parametrize("form", list(FORMS)[:3])
+def test_what_a_rank_has_sent_comes_when_it_has_closed(make_world, form):
+    """Proxies are slow: they tell it late."""
+    world = make_world(form, 1, (1, 2), nodes=(1, 1, 1))
+    world.helpers[1:] = [simulations.slow(proxy, 20) for proxy in world.helpers[1:]]
+    simulations.assert_right(world, 5, LAUNCHES)
+
+
 @pytest.mark.parametrize("form", worlds.SUMS)
 def test_sums_do_without_movers(make_world, form):
     world = make_world(form, 1, (0, 2))
@@ -165,6 +174,34 @@ def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_world, form, part):
         reasons |= {page.words.by_kernel.reason for page in comm._pages}
     assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
     assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9
+
+
+@pytest.mark.parametrize("form", list(FORMS)[:3])
+def test_who_waits_for_a_rank_that_waits_for_the_call_of_another_gives_it_time(make_world, form):
+    world = make_world(form, 1, (1, 2), nodes=(2, 1))
+    stop = {"stopped_rank": 1, "stop_step": 0}
+    faults, simulation = world.simulate(0, worlds.NUMBER, **stop)
+    assert not faults
+    assert simulation.elapsed_ns > 600e9
+    for rank in (0, 2):
+        with pytest.raises(mk.TimeoutError, match=r"for the call of rank 1 .*entry_timeout"):
+            world.ranks[rank][0].synchronize()
+
+
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("form", list(FORMS)[:3])
+def test_a_rank_that_closes_behind_a_broken_launch_is_not_waited_for(make_world, form, part):
+    """It has told and sent some of it by then, and others on other nodes hear of no failure."""
+    nodes = ((2, 1), (1, 2), (1, 1, 1))[part % 3]
+    world = make_world(form, 1, (1, 2), nodes=nodes)
+    broken = 2 * part % 3
+    world.helpers.append(simulations.breaks(world.ranks[broken][0], 10 + 11 * part))
+    faults, simulation = world.simulate(part, worlds.NUMBER)
+    assert not faults
+    assert simulation.elapsed_ns < 1e9
+    for rank in {0, 1, 2} - {broken}:
+        with pytest.raises(mk.PeerLostError, match=f"rank {broken} has closed"):
+            world.ranks[rank][0].synchronize()
 
 
 def test_a_simulation_repeats(make_world):

@@ -35,7 +35,6 @@ _LONG_TRIP_NS = 20_000
 _CLOCK_SECONDS = 0.1  # for which a shorter trip is looked for
 _TELL_SECONDS = 30.0  # after which a wait says whom it is for
 _UNCHANGED = contextlib.nullcontext()
-_CLOSED_AND_UNMAPPED = 2
 _ORDERINGS = {0: "nobody: a read is needed", 100: "this GPU", 200: "all GPUs"}
 
 
@@ -482,12 +481,12 @@ class CudaTarget:
             self._driver.cuMemHostUnregister(address)
         self._registered.clear()
         if self._pages:
-            self._pages[self._rank].words.closed = _CLOSED_AND_UNMAPPED
+            self._pages[self._rank].words.unmapped = 1
         self._sweep()
 
     def unmapped_by_all(self) -> bool:
         """Return whether no rank uses memory of its peers any more."""
-        return all(page.words.closed == _CLOSED_AND_UNMAPPED for page in self._pages)
+        return all(page.words.unmapped for page in self._pages)
 
     def free(self, address: int) -> None:
         """Free an allocation."""

@@ -382,13 +382,16 @@ inline u64 now_ns() {
     return u64(time.tv_sec) * 1000000000 + u64(time.tv_nsec);
 }
 
-// Yielding is the fastest wait while few threads share the cores, and burns them while a peer is late: so both.
+// Yielding is the fastest wait while few threads share the cores, and burns them while a peer is late: so naps follow. They
+// get longer, about an eighth of the wait: else many who wait would leave hardly any time to those whom they wait for.
 inline void pause(u32 spins) {
-    constexpr u32 yields = 64;
-    constexpr timespec nap{0, 50000};
-    if (here().simulator) here().simulator->take_turns(true);
-    else if (spins < yields) sched_yield();
-    else nanosleep(&nap, nullptr);
+    constexpr u32 yields = 64, naps_of_a_length = 8, most_doublings = 5;
+    constexpr long first_nap_ns = 50000;
+    if (here().simulator) return here().simulator->take_turns(true);
+    if (spins < yields) return void(sched_yield());
+    const u32 doublings = (spins - yields) / naps_of_a_length;
+    const timespec nap{0, first_nap_ns << (doublings < most_doublings ? doublings : most_doublings)};
+    nanosleep(&nap, nullptr);
 }
 
 // One time in n, all others get as far as they can before this one goes on.

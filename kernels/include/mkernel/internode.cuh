@@ -46,8 +46,7 @@ public:
 
     // All that was sent to a rank has been read here, then, and may be overwritten.
     MK_DEVICE bool await_receipt(u64 from) {
-        // Of everyone: who has sent it may be gone.
-        const Subject receipt{Awaited::receipt, everyone, from};
+        const Subject receipt{Awaited::receipt, from, 0};
         return launch_.wait(launch_.agent(), &network_.arrived[launch_.size() + from], 1, receipt);
     }
 

@@ -258,17 +258,19 @@ private:
             if (!my_look(now)) continue;
             if (load_relaxed(&world_.pages[rank()]->abort)) return give_up();
             // Everything once more, now that a peer is known to have closed: it may have spoken before that.
-            const bool alone = closed(subject);
+            const bool alone = closed(subject.peer);
             verdict = check(seen = load_acquire(signal));
             if (verdict == Poll::pending) verdict = look();
             if (verdict != Poll::pending) break;
             if (alone) return adopt(subject.peer) ? give_up() : fail(Reason::closed, subject, goal, seen, now - start);
-            const Phase phase = phase_of(one_of(subject.peer));
+            const u64 last = last_of_all(subject.peer);
+            const Phase phase = phase_of(last);
             if (phase != clock.phase) clock = {phase, now};
-            const u64 limit = phase == Phase::entered ? world_.progress_timeout_ns : world_.entry_timeout_ns;
+            const bool entered = phase == Phase::entered;
+            const u64 limit = entered ? world_.progress_timeout_ns : world_.entry_timeout_ns;
             if (limit && now - clock.since > limit)
-                return fail(phase == Phase::entered ? Reason::progress_timeout : Reason::entry_timeout, subject, goal,
-                            seen, now - start);
+                return fail(entered ? Reason::progress_timeout : Reason::entry_timeout,
+                            {entered ? subject.awaited : Awaited::call, last, subject.index}, goal, seen, now - start);
         }
         if (verdict == Poll::done) return true;
         return fail(verdict == Poll::refused ? Reason::refused : Reason::mismatch, subject, goal, seen, now_ns() - start);
@@ -306,19 +308,17 @@ private:
         return host >= target(u64(Called::announced)) ? Phase::announced : Phase::outside;
     }
 
-    // The peer itself, or, of everyone, the one that has got least far.
-    MK_DEVICE u64 one_of(u64 peer) const {
-        if (peer != everyone) return peer;
-        u64 last = rank();
-        for (u64 peer = 0; peer < size(); ++peer)
+    // Who is awaited, or whoever has got less far: those who have entered may wait for that one themselves.
+    MK_DEVICE u64 last_of_all(u64 awaited) const {
+        u64 last = awaited == everyone ? rank() : awaited;
+        for (u32 peer = 0; peer < u32(size()) && phase_of(last) > Phase::outside; ++peer)
             if (phase_of(peer) < phase_of(last)) last = peer;
         return last;
     }
 
-    // Whether nothing can come any more. What a peer has sent over the network may be told here when it has gone already.
-    MK_DEVICE bool closed(Subject subject) const {
-        const bool lasts = subject.peer == everyone || (several_nodes && subject.awaited == Awaited::network);
-        return !lasts && load_acquire(&world_.pages[subject.peer]->closed);
+    // Whether nothing can come any more: of a launch that has ended well all comes, though the network may tell it later.
+    MK_DEVICE bool closed(u64 peer) const {
+        return peer != everyone && load_acquire(&world_.pages[peer]->closed) - 1 < generation_;
     }
 
     // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
@@ -353,7 +353,7 @@ private:
             record.role = role_;
             record.awaited = u64(subject.awaited);
             record.index = subject.index;
-            record.peer = one_of(subject.peer);
+            record.peer = subject.peer;
             record.expected = expected;
             record.seen = seen;
             record.waited_ns = waited_ns;

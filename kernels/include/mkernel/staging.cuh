@@ -129,7 +129,7 @@ private:
     MK_DEVICE bool await_credits(u64 number, u64 count) {
         const u64* credits = &staging_.arrived[number * (staging_.slots + 1) + staging_.slots];
         return launch_.poll(
-            launch_.agent(), {Awaited::slot, everyone, staging_.links[number].rank}, count, credits,
+            launch_.agent(), {Awaited::slot, staging_.links[number].rank, 0}, count, credits,
             [&](u64 seen) { return seen >= count ? Poll::done : Poll::pending; }, [] { return Poll::pending; });
     }
 

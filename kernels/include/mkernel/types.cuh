@@ -84,7 +84,8 @@ struct DataFault {
 struct HostPage {
     u64 abort;   // 0, or 1 + the rank whose record says why (+ 2^32: its watcher's record, + 2^33: its proxy's)
     u64 beat;    // counted up ten times a second by the rank's watcher: its process runs
-    u64 closed;  // the rank has closed its communicator; 2: and uses no memory of its peers any more
+    u64 unmapped;  // 1: the rank has closed its communicator, and uses no memory of its peers any more
+    u64 closed;    // 1 + the last generation that ended well, when the rank has closed its communicator
     u64 called;  // a signal: what the host does in place of a launch
     u64 digest;  // of what it has announced
     Record by_kernel;
