@@ -46,6 +46,7 @@ from .watcher import Watcher
 logger = logging.getLogger("mkernel_cp")
 
 _HEAP_GRAIN = 1 << 21
+_NOWHERE = (1 << 64) - 1  # as in world.cuh
 _STAGING_AGENTS = 2  # as Stager::agents_in
 _WORD_SECONDS = 1.0  # that another rank may take to tell of a failure
 _SILENCE_SECONDS = 2.0  # of a watcher, that mean nothing yet on a busy machine
@@ -868,7 +869,8 @@ class Communicator:
         args : sequence of array, int or float
             Arrays are passed as pointers.
         operand : array, optional
-            From `empty`, `zeros` or `asarray`: what peers may read; its rows must be contiguous.
+            From `empty`, `zeros` or `asarray`: what peers read by ``mk::Launch::operand_of``; its
+            rows must be contiguous.
         shared_bytes : int, optional
             Scratch memory of each agent.
         stream : optional
@@ -878,6 +880,9 @@ class Communicator:
         ------
         TypeError, ValueError
             If this rank's arguments are wrong; its peers raise `PeerError`.
+        ArgumentMismatchError
+            On all ranks, if they launch different kernels, or one reads an operand that its peer
+            has not passed.
         Error
             As for every operator.
         """
@@ -894,7 +899,9 @@ class Communicator:
                 raise ValueError(f"agents={agents}: use at least 1")
             message = structs.shared().CallMessage(digest=digest_of(what))
             loaded = self.load(kernel)
-            if operand is not None:
+            if operand is None:
+                message.operand.segment = _NOWHERE
+            else:
                 operand = self._machine.shadow(self._machine.array("operand", operand))
                 self._place(operand, message)
             words = b"".join(map(self._argument, args))

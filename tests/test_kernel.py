@@ -32,7 +32,8 @@ SOURCE = """
             const double* theirs = p.own;
             if (step > 0) {
                 if (!launch.await_call(peer, p.message.digest)) break;
-                theirs = static_cast<double*>(launch.at(peer, launch.message_of(peer).operand));
+                theirs = static_cast<double*>(launch.operand_of(peer));
+                if (!theirs) break;
             }
             for (i64 i = launch.agent().lane(); i < p.count; i += launch.agent().lanes())
                 p.out[i64(peer) * p.count + i] = FACTOR * p.factor * theirs[i];
@@ -128,6 +129,22 @@ def test_a_rank_that_does_not_launch_is_named(module):
 
     everybody = threading.Barrier(2)
     mk.LocalWorld(2).run(main)
+
+
+@pytest.mark.parametrize("without", [{1}, {0, 1, 2}], ids=str)
+def test_an_operand_that_was_not_passed_is_told_by_all(module, without):
+    def main(mpi):
+        try:
+            with mk.Communicator(mpi) as comm:
+                own, out = comm.zeros(COUNT), np.empty((3, COUNT))
+                operand = None if comm.rank in without else own
+                kernel = module.kernel("gather_scaled")
+                comm.launch(kernel, 1, (own, out, COUNT, 1.0), operand=operand)
+        except mk.Error as error:
+            return error
+
+    results = mk.LocalWorld(3).run(main)
+    worlds.all_are(results, mk.ArgumentMismatchError, "launch of gather_scaled", "no operand=")
 
 
 def test_a_source_that_has_no_such_kernel_or_does_not_compile(module, tmp_path):
