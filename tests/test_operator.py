@@ -90,6 +90,29 @@ def test_a_call_with_the_same_arrays_is_prepared_once(prepared, kind, form):
     assert len(again) == len(set(again)) == 4  # two of each rank
 
 
+def test_arguments_of_another_type_are_refused_as_by_a_first_call(prepared):
+    """Though they are equal to those of an earlier call."""
+
+    def program(comm):
+        a, b = np.ones((4, 3)), np.ones((3, 2))
+        x, ids, w = np.ones((4, 3)), np.zeros((4, 1), np.int64), np.ones((1, 3, 2))
+        gather = partial(mk.allgather_gemm, a, b, comm=comm)
+        dispatch = partial(mk.moe_dispatch_gemm, x, ids, w, comm=comm)
+        for call, name, right, wrong in (
+            (gather, "row_counts", (4,), (4.0,)),
+            (dispatch, "capacity", 8, 8.0),
+            (dispatch, "max_tokens", 4, 4.0),
+            (dispatch, "num_experts", 1, np.True_),
+        ):
+            out = call(**{name: right})
+            for value in (right, np.array(right)[()] if name != "row_counts" else (np.int64(4),)):
+                call(**{name: value}, out=out)
+            with pytest.raises(TypeError, match=name):
+                call(**{name: wrong}, out=out)
+
+    worlds.run(1, program)
+
+
 def test_a_call_is_prepared_anew_when_segments_have_changed(prepared):
     """What has the address of one that is gone need not be where peers look for it."""
 

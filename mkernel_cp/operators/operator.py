@@ -98,7 +98,8 @@ class Operator(abc.ABC):
         operands.check_communicator(comm)
         with comm.calling(f"{cls.function}()"), comm.machine.on(stream):
             key = cls._key(comm, given, out)
-            question = (cls, key, *asked.values())
+            values = asked.values()
+            question = (cls, key, *values, *map(_kind, values))
             step = None if key is None else _answered(comm, question)
             if step is None:
                 step = cls._step_for(given, comm, out, asked)
@@ -306,6 +307,11 @@ def _target(result: Any, before: Preparation, machine: Any) -> Any:
     )
     machine.copy(target.array, result.array)
     return target
+
+
+def _kind(value: Any) -> Any:
+    """Return what tells 24 from 24.0, which are equal."""
+    return tuple(map(type, value)) if type(value) is tuple else type(value)
 
 
 def _answered(comm: Communicator, question: tuple[Any, ...]) -> Any:
