@@ -179,6 +179,7 @@ def experts(tmp_path_factory):
         "w1": random.standard_normal((5, 8, 6)),
         "w2": random.standard_normal((5, 6, 4)),
         "wrong": np.where(ids == ids[2, 1], 5, ids),
+        "far": np.where(ids == ids[2, 1], 10**7, ids),
     }
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array)
@@ -211,6 +212,7 @@ def test_run_of_experts_as_numpy(experts, tmp_path):
     [
         ("dispatch-gemm x wrong w1", "wrong.npy has 5 at ("),
         ("dispatch-gemm x ids w2", "w2.npy has shape (5, 6, 4): with the other files it needs (5,"),
+        ("combine x far weights", "use ids from 0 to 65535, or -1 for none"),
         ("combine x ids weights", "x.npy has shape (19, 8): with the other files it needs ("),
     ],
 )
