@@ -182,6 +182,7 @@ def test_what_a_module_is_not_for_is_refused(module, tmp_path):
         ({"arch": "90"}, ValueError),
         ({"options": "-DFACTOR=2"}, TypeError),
         ({"options": [1]}, TypeError),
+        ({"defines": {"RATE": 0.1}}, TypeError),
     ):
         with pytest.raises(kind, match=next(iter(keywords))):
             mk.Module(tmp_path / "gather.cu", **keywords)
