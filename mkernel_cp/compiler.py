@@ -298,6 +298,14 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
+def nvrtc_path() -> str:
+    """Return the path of the library that the bindings of NVRTC have found."""
+    nvrtc()
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        mapped = (line.split(maxsplit=5)[-1].strip() for line in lines)
+        return next(path for path in mapped if "/libnvrtc.so" in path)
+
+
 def nvrtc_compile(
     source: str | os.PathLike[str], options: Sequence[str]
 ) -> tuple[bytes | None, str]:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -13,9 +14,10 @@ import worlds
 from launcher import ROOT, mpirun
 
 import mkernel_cp as mk
-from mkernel_cp import cli, plan, reference
+from mkernel_cp import cli, compiler, plan, reference
 from mkernel_cp.attention_plan import Attention, choose_attention_tile
 from mkernel_cp.commands import compile, doctor, job
+from mkernel_cp.targets import cuda
 from mkernel_cp.transport import check
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -589,7 +591,7 @@ def test_doctor_finds_all_that_is_needed(tmp_path):
     states = findings(done)
     assert set(states.values()) == {"ok"}
     assert {"Python", "numpy", "mpi4py", "MPI", "target", "C++", "cache", "memfd"} <= set(states)
-    assert {"UNIX", "pidfd", "/dev/shm", "MKERNEL_TIMEOUT"} <= set(states)
+    assert {"UNIX", "pidfd", "/dev/shm", "NVRTC", "MKERNEL_TIMEOUT"} <= set(states)
     assert f"{tmp_path}/cache, 0 entries" in done.stdout
 
 
@@ -609,6 +611,26 @@ def test_doctor_on_ranks_looks_whether_they_reach_each_other(monkeypatch):
     (finding,) = mk.LocalWorld(2).run(look)[0]
     assert finding.state == "warning"
     assert "may this user open /dev/infiniband?" in finding.text
+
+
+@pytest.mark.nvrtc
+def test_doctor_tells_which_nvrtc_there_is():
+    (finding,) = doctor._nvrtc()
+    version, path = finding.text.split(", ")
+    assert finding.state == "ok"
+    assert tuple(map(int, version.split("."))) == compiler.nvrtc_version()
+    assert Path(path).is_file()
+
+
+@pytest.mark.parametrize(("gpu", "state"), [(False, "ok"), (True, "MISSING")])
+def test_doctor_tells_that_there_is_no_nvrtc(monkeypatch, gpu, state):
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    monkeypatch.setattr(cuda, "has_gpu", lambda: gpu)
+    monkeypatch.setenv("MKERNEL_TARGET", "auto")
+    (finding,) = doctor._nvrtc()
+    assert (finding.state, finding.what) == (state, "NVRTC")
+    assert "no NVRTC" in finding.text
+    assert "extra cu13" in finding.mend
 
 
 def test_doctor_tells_what_is_missing_and_what_mends_it():
