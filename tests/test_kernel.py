@@ -176,6 +176,13 @@ def test_options_reach_the_compiler(tmp_path):
     worlds.run(1, program)
 
 
+def test_modules_and_kernels_say_what_they_are(module, tmp_path):
+    source = f"{str(tmp_path / 'gather.cu')!r}"
+    text = f"Module({source}, target='auto', arch=None, options=(), defines={{'FACTOR': '2'}})"
+    assert repr(module) == text
+    assert repr(module.kernel("gather_scaled")).startswith(f"Kernel(source={source}, name='gather_")
+
+
 def test_what_a_module_is_not_for_is_refused(module, tmp_path):
     for keywords, kind in (
         ({"target": "gpu"}, ValueError),

@@ -230,6 +230,10 @@ def test_rows_behind_the_last_are_left_alone():
         out = room[::2, 6::-2][:, :3]
         rows, layout = call(comm, case, 1, capacity=40, out=(out, None))
         assert rows is out
+        assert repr(layout) == (
+            f"<DispatchLayout: up to 40 rows of 2 experts, {case.tokens[comm.rank]} tokens sent "
+            f"of up to 6, 2 experts each, target {comm.target}>"
+        )
         assert_right(comm, case, 1, rows, layout)
         count = int(layout.count)
         assert count < 40

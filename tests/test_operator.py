@@ -131,6 +131,32 @@ def test_a_call_is_prepared_anew_when_segments_have_changed(prepared):
     assert len(again) > len(set(again)) == 2
 
 
+def test_an_operator_says_in_one_line_what_it_is_for():
+    def program(comm):
+        x, ids, w = np.ones((6, 4)), np.zeros((6, 2), np.int64), np.ones((2, 4, 3))
+        layout = mk.moe_dispatch_gemm(x, ids, w, comm=comm)[1]
+        texts = {}
+        for kind, shapes in OPERANDS.items():
+            types = (np.int64 if name == "topk_idx" else np.float64 for name in kind.names)
+            arrays = [np.zeros(*pair) for pair in zip(shapes, types, strict=True)]
+            step = kind(*arrays, *[layout] * (kind is mk.MoeCombine), comm=comm)
+            texts[kind] = repr(step)
+            step.close()
+            assert repr(step) == f"{texts[kind][:-1]}, closed>"
+        return texts
+
+    for rank, texts in enumerate(worlds.run(2, program)):
+        assert texts[mk.AllGatherGemm] == (
+            f"<AllGatherGemm: (18, 5) @ (5, 7) float64 -> float64, rank {rank} of 2, rows [9, 9], "
+            "target host, engine host>"
+        )
+        for kind, text in texts.items():
+            assert text.startswith(f"<{kind.__name__}: ")
+            assert "\n" not in text
+            for part in ("float64", f"rank {rank} of 2", "target host", "engine host"):
+                assert part in text
+
+
 def test_a_capture_hears_of_an_arena_that_another_plan_has_replaced(monkeypatch):
     def refuse(machine, what):
         raise mk.ConfigurationError(f"{what} while ...: warm up first")

@@ -149,6 +149,13 @@ class DispatchLayout:
             machine.empty((plan.capacity,), np.dtype(np.int32)) for _ in range(3)
         )
 
+    def __repr__(self) -> str:
+        experts, rows = len(self.expert_offsets) - 1, len(self.source_rank)
+        return (
+            f"<DispatchLayout: up to {rows} rows of {experts} experts, {self.tokens} tokens sent "
+            f"of up to {self.max_tokens}, {self.slots} experts each, target {self._machine.name}>"
+        )
+
     @property
     def count(self) -> np.ndarray:
         """The number of rows: an array of int64 without dimensions, in the memory of the others."""

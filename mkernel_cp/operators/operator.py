@@ -276,6 +276,12 @@ class Operator(abc.ABC):
         """Return the results as the caller gets them."""
         return results[0].array if out is None else out
 
+    def __repr__(self) -> str:
+        plan = self.plan
+        what = plan.explain().partition("\n")[0].partition(": ")[2]
+        state = ", closed" if self._comm is None else ""
+        return f"<{type(self).__name__}: {what}, target {plan.target}, engine {plan.engine}{state}>"
+
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
