@@ -466,7 +466,7 @@ def test_demo_notices_bytes_that_were_not_planned():
     step = demo.AllGatherGemm.__call__
     def greedy(self, a, b, *, out):
         step(self, a, b, out=out)
-        page = comm._signal_pages[comm.rank]
+        page = comm._runtime._signal_pages[comm.rank]
         ctypes.c_uint64.from_address(page.bytes_word).value += 0 if comm.rank else 1
     demo.AllGatherGemm.__call__ = greedy"""
     done = on_ranks(2, DEMO.format(json=False, patch=patch))
@@ -526,7 +526,7 @@ def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, tf32, columns):
 
 # --- how a job ends -------------------------------------------------------------------------------
 
-AGREED = "comm.agree('x', lambda: 1 // int(comm.rank != 1))"
+AGREED = "comm._runtime.agree('x', lambda: 1 // int(comm.rank != 1))"
 
 
 @pytest.mark.mpi
@@ -537,7 +537,7 @@ AGREED = "comm.agree('x', lambda: 1 // int(comm.rank != 1))"
         ("raise KeyError('everywhere')", "Traceback"),
         (AGREED, "ZeroDivisionError: rank 1:"),
         ("comm.empty(-3 if comm.rank == 2 else 3)", "rank 2:\nTraceback"),
-        ("comm.agree(f'call {comm.rank // 2}', int)", "ArgumentMismatchError: ranks disagree"),
+        ("comm._runtime.agree(f'call {comm.rank // 2}', int)", "MismatchError: ranks disagree"),
     ],
 )
 def test_an_exception_ends_the_job_with_one_message(body, words):

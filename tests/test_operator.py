@@ -167,7 +167,8 @@ def test_a_capture_hears_of_an_arena_that_another_plan_has_replaced(monkeypatch)
             out = step(a, b)
             mk.gemm_allreduce(np.ones((400, 4)), b, comm=comm)
             with monkeypatch.context() as patch:
-                patch.setattr(comm.machine, "refuse_capture", partial(refuse, comm.machine))
+                machine = comm._runtime.machine
+                patch.setattr(machine, "refuse_capture", partial(refuse, machine))
                 with pytest.raises(mk.ConfigurationError, match=r"arena a later plan has .* warm"):
                     step(a, b, out=out)
             step(a, b, out=out)

@@ -441,7 +441,7 @@ def test_plans_of_sums_are_explained_and_kept(kind, one_shot, tmp_path):
     assert ("one shot" in text) is one_shot
     other = KINDS[kind is KINDS[0]]
     with pytest.raises(ValueError, match=f"no plan of {other.operator}"):
-        other.load(tmp_path / "plan.json")
+        other._runtime.launches.load(tmp_path / "plan.json")
 
 
 H100 = plans.Gpu("sm_90a", 132, 232448)

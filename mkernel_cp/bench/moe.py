@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..operators.moe_dispatch_gemm import DispatchLayout, MoeDispatchGemm, moe_dispatch_gemm
 from ..operators.moe_layer import MoeLayer, moe_layer
 from ..reference import array_split_counts
@@ -203,7 +203,7 @@ class ExpertsBench(OperatorBench):
     shapes, quick_shapes = SHAPES, QUICK_SHAPES
 
     def __init__(self, comm: Communicator, *args: Any, routing: str):
-        comm.refuse_nodes(f"the bench of {self.operator}")
+        runtime_of(comm).refuse_nodes(f"the bench of {self.operator}")
         self._routing = routing
         super().__init__(comm, *args)
         host = self._comm.target == "host"
@@ -221,7 +221,7 @@ class ExpertsBench(OperatorBench):
         return found
 
     def _num_experts(self, one: Operands) -> int:
-        return sum(self._comm.agree("how many experts there are", lambda: len(one.w)))
+        return sum(runtime_of(self._comm).agree("how many experts there are", lambda: len(one.w)))
 
     def _way(self, missing: Any, prepare: Callable[[], Call], sample: Sample) -> Way:
         """Return a way, unless words say why there is none."""
@@ -571,7 +571,7 @@ def layout_of(
     dtype: np.dtype,
 ) -> DispatchLayout:
     """Return the layout of a dispatch that leaves nothing to multiply. Collective."""
-    machine, here = comm.machine, comm.row_counts(experts)[comm.rank]
+    machine, here = runtime_of(comm).machine, comm.row_counts(experts)[comm.rank]
     x, w = (machine.empty(shape, dtype) for shape in ((len(ids), 1), (here, 1, 1)))
     for array in (x, w):
         machine.zero(array)

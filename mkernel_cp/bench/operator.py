@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import reference
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..errors import Error
 from . import baselines, timing
 from .baselines import Operands
@@ -80,7 +80,7 @@ class OperatorBench(abc.ABC):
         dtype: np.dtype,
     ):
         self._comm, self._alone, self._clock, self._gate = comm, alone, clock, gate
-        self._machine, self._dtype = comm.machine, dtype
+        self._machine, self._dtype = runtime_of(comm).machine, dtype
         self._bits = np.dtype(f"u{dtype.itemsize}")
         self._numpy = np if comm.target == "host" else importlib.import_module("cupy")
         self.link_rate, self.network_rate = link_rate(comm, clock, gate), network_rate(comm)
@@ -193,7 +193,7 @@ class OperatorBench(abc.ABC):
             bytes_in, bytes_out = self._bytes_in(sets[0], shape), 0
             if self._comm.num_nodes > 1:
                 both = fused.plan.bytes_from_peers, fused.plan.bytes_to_network
-                crossing = self._comm.agree("what crosses links", lambda: both)
+                crossing = runtime_of(self._comm).agree("what crosses links", lambda: both)
                 bytes_in, bytes_out = map(max, zip(*crossing, strict=True))
         rivals = {name: self._told(name, shape, found.pop(name)) for name in self._rivals}
         return {

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import reference
 from ..commands.job import CommandError, on_ranks
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..errors import Error
 from ..operators.ring_attention import RingAttention
 from ..plan import DTYPES
@@ -142,7 +142,8 @@ class NcclExchange:
         self._nccl = nccl = importlib.import_module("cupy.cuda.nccl")
         self._cuda = importlib.import_module("cupy").cuda
         make = nccl.get_unique_id
-        identity = comm.agree("to start NCCL", lambda: make() if comm.rank == 0 else None)[0]
+        agree = runtime_of(comm).agree
+        identity = agree("to start NCCL", lambda: make() if comm.rank == 0 else None)[0]
         self._comm = nccl.NcclCommunicator(comm.size, identity, comm.rank)
         self._next, self._last = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         self._stream = self._cuda.Stream(non_blocking=True)
@@ -182,7 +183,8 @@ class RingAttentionBench:
     """
 
     def __init__(self, comm: Communicator, dtype: np.dtype, causal: bool):
-        self._comm, self._machine, self._dtype, self._causal = comm, comm.machine, dtype, causal
+        self._comm, self._dtype, self._causal = comm, dtype, causal
+        self._machine = runtime_of(comm).machine
         host = comm.target == "host"
         self._numpy = np if host else importlib.import_module("cupy")
         baselines.without_multicast()
@@ -210,7 +212,7 @@ class RingAttentionBench:
             S, B, Hq, Hkv, D.
         """
         comm, clock = self._comm, self._clock
-        comm.refuse_nodes("the bench of ring_attention")
+        runtime_of(comm).refuse_nodes("the bench of ring_attention")
         positions = shape[0]
         if positions % (2 * comm.size):
             raise CommandError(f"S={positions}: use a multiple of {2 * comm.size}, twice the ranks")
@@ -230,7 +232,7 @@ class RingAttentionBench:
             found["engine"] = baselines.attempt(comm, lambda: self._engine(sets))
             calls = {name: call for name, call in found.items() if not isinstance(call, str)}
             found |= timing.interleaved_ms(comm, clock, self._gate, calls)
-            nbytes = comm.agree("what comes", lambda: fused.plan.bytes_from_peers)
+            nbytes = runtime_of(comm).agree("what comes", lambda: fused.plan.bytes_from_peers)
         found["transfer"] = 1e3 * max(nbytes) / self.link_rate
         numbers = [found[name] for name in ("compute", "transfer")]
         words = [number for number in numbers if isinstance(number, str)]

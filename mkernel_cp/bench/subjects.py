@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..operators.allgather_gemm import AllGatherGemm
 from ..operators.gemm import GemmOperator
 from ..operators.gemm_allreduce import GemmAllReduce
@@ -66,7 +66,7 @@ class Subject(abc.ABC):
     def _shared(self, array: Any) -> Any:
         """Return an array where peers can read it."""
         to = self._comm.empty(array.shape, array.dtype)
-        self._comm.machine.copy(to, array)
+        runtime_of(self._comm).machine.copy(to, array)
         return to
 
 
@@ -101,7 +101,7 @@ class GemmSubject(Subject):
             seed = 2 * (number * comm.size + comm.rank)
             a = self._shared(self._normal(seed, (rows, k)))
             own = a, self._normal(seed + 1, (k, n))
-            self.sets.append(Operands(own, comm.machine.empty((out_rows, n), dtype)))
+            self.sets.append(Operands(own, runtime_of(comm).machine.empty((out_rows, n), dtype)))
 
     def plan(self, options: Options) -> Any:
         return self._kind(*self.sets[0].own, comm=self._comm, options=options, **self._asked)
@@ -133,7 +133,7 @@ class ExpertsSubject(Subject):
         }
         limits = max(counts), route.capacity
         self._layout: DispatchLayout = layout_of(comm, own, experts, *limits, dtype)
-        self._ids = comm.machine.asarray(own, None)
+        self._ids = runtime_of(comm).machine.asarray(own, None)
         self._experts = comm.row_counts(experts)[comm.rank]
         self.sets = [
             self._operands(4 * (number * comm.size + comm.rank), *columns) for number in range(SETS)
@@ -147,7 +147,7 @@ class ExpertsSubject(Subject):
         """Return the weights of the choices."""
         values = np.random.default_rng(seed).random(self._ids.shape)
         values = values.astype(reference.accumulator_dtype(self._dtype))
-        return self._comm.machine.asarray(values, None)
+        return runtime_of(self._comm).machine.asarray(values, None)
 
 
 class DispatchSubject(ExpertsSubject):
@@ -156,7 +156,7 @@ class DispatchSubject(ExpertsSubject):
     def _operands(self, seed: int, h: int, i: int) -> Operands:
         x = self._shared(self._normal(seed, (len(self._ids), h)))
         w = self._normal(seed + 1, (self._experts, h, i))
-        rows = self._comm.machine.empty((self._asked["capacity"], i), self._dtype)
+        rows = runtime_of(self._comm).machine.empty((self._asked["capacity"], i), self._dtype)
         return Operands((x, self._ids, w), rows)
 
     def plan(self, options: Options) -> Any:
@@ -175,7 +175,7 @@ class CombineSubject(ExpertsSubject):
     def _operands(self, seed: int, n: int) -> Operands:
         rows = self._normal(seed, (self._rows, n))
         own = rows, self._weights(seed + 1), self._layout
-        return Operands(own, self._comm.machine.empty((len(self._ids), n), self._dtype))
+        return Operands(own, runtime_of(self._comm).machine.empty((len(self._ids), n), self._dtype))
 
     def plan(self, options: Options) -> Any:
         return MoeCombine(*self.sets[0].own, comm=self._comm, options=options)
@@ -189,7 +189,7 @@ class LayerSubject(ExpertsSubject):
         w1 = self._normal(seed + 1, (self._experts, h, 2 * i))
         w2 = self._normal(seed + 2, (self._experts, i, h))
         own = x, self._ids, self._weights(seed + 3), w1, w2
-        return Operands(own, self._comm.machine.empty((len(self._ids), h), self._dtype))
+        return Operands(own, runtime_of(self._comm).machine.empty((len(self._ids), h), self._dtype))
 
     def plan(self, options: Options) -> Any:
         return MoeLayer(*self.sets[0].own, comm=self._comm, options=options, **self._asked)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import plan as plans
 from .. import tuning
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..errors import Error
 from ..plan import Options
 from . import timing
@@ -41,7 +41,7 @@ class Tuner:
         self._comm, self._clock, self._gate = comm, clock, gate
         self._operator, self._dtype = operator, dtype
         self._numpy = np if comm.target == "host" else importlib.import_module("cupy")
-        comm.tuning = tuning.Table()
+        runtime_of(comm).tuning = tuning.Table()
 
     @classmethod
     @contextlib.contextmanager
@@ -106,7 +106,7 @@ class Tuner:
     def _checked(self, step: Any) -> Call:
         """Return what makes calls of a plan; Error if its result is another than the model's."""
         subject: Subject = self._subject
-        self._comm.machine.fill(subject.sets[0].out, np.nan)
+        runtime_of(self._comm).machine.fill(subject.sets[0].out, np.nan)
         if not (self._bits(subject.call(step, 0)) == self._expected).all():
             raise Error(f"{step.plan.options} gives another result than the cost model's choices")
         return lambda number: subject.call(step, number)

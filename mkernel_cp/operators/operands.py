@@ -5,18 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ..communicator import Communicator
 from ..memory import round_up
 from ..plan import Options, check_dtype
-
-
-def check_communicator(comm: Any) -> None:
-    """Raise TypeError unless `comm` is a communicator of this package."""
-    if not isinstance(comm, Communicator):
-        raise TypeError(
-            f"comm is a {type(comm).__name__}: use a mkernel_cp.Communicator, which is made from "
-            "one of mpi4py"
-        )
 
 
 class Operand:
