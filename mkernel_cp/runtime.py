@@ -1,6 +1,5 @@
 """The runtime of a communicator: what operators use of it, how it is made, and how it ends."""
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,7 +72,6 @@ class Runtime:
         self._links: list[Any] = []
         self._mirrors: Mirrors | None = None
         self._end: lifetime.End | None = None
-        self._process = os.getpid()
         self.mpi = comm.Dup()
         self.rank, self.size = self.mpi.Get_rank(), self.mpi.Get_size()
         try:
@@ -318,8 +316,7 @@ class Runtime:
             self.memory.forget()
         # Freeing needs ranks that are there, and no collective that was left half done.
         stranded = self._agreements is not None and self._agreements.stranded
-        hindered = lifetime.lost or stranded or _finalized(self.mpi)
-        if self._process == os.getpid() and not hindered:
+        if not (lifetime.lost or stranded or _finalized(self.mpi)):
             self.mpi.Free()
 
 

@@ -85,7 +85,7 @@ class World:
             worlds.poison(comm, poison)
             return ended_well
 
-        first = self.ranks[0][0]._signals.generation
+        first = self.ranks[0][0]._runtime.calls.signals.generation
         rows = []
         for rank, (_, _, _, _, (request, _)) in enumerate(self.ranks):
             host(rank, -1)

@@ -494,7 +494,7 @@ class Simulated:
                 staged.view(np.float32)[...] = weights.ravel()
             return ended_well
 
-        first = self.ranks[0][0]._signals.generation
+        first = self.ranks[0][0]._runtime.calls.signals.generation
         rows = []
         for rank, (*_, (request, _)) in enumerate(self.ranks):
             host(rank, -1)

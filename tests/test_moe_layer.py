@@ -503,7 +503,7 @@ class Simulated:
                 staged.view(np.float32)[...] = blocks[2].ravel()
             return ended_well
 
-        first = self.ranks[0][0]._signals.generation
+        first = self.ranks[0][0]._runtime.calls.signals.generation
         rows = []
         for rank, (*_, (request, _)) in enumerate(self.ranks):
             host(rank, -1)

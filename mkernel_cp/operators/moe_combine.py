@@ -284,7 +284,7 @@ def combine_plan(
     computing : int
         Agents that make rows.
     arena : Arena
-    comm : Communicator
+    runtime : Runtime
     at : dict of str to int
         Where weights, factors and sums lie in the arena's data, in bytes.
     signals : int
