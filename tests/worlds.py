@@ -162,8 +162,9 @@ def poisoned(comm):
 
 
 def _arena_data(comm):
-    start = comm._runtime.memory.arena.data_offset_for(comm._runtime.memory.arena.signals)
-    return comm._runtime.memory.segments[comm._runtime.memory.arena.number].bytes[start:]
+    memory = comm._runtime.memory
+    start = memory.arena.data_offset_for(memory.arena.signals)
+    return memory.segments[memory.arena.number].bytes[start:]
 
 
 def bytes_from_peers(comm):
