@@ -126,7 +126,7 @@ def test_a_wrong_result_gets_no_time(tmp_path, who, field, what, words):
     patch = f"""class Wrong(allgather_gemm.AllGatherGemm):
     def __call__(self, a, b, *, out):
         super().__call__(a, b, out=out)
-        comm = self._comm
+        comm = self._runtime
         if rank == 1 and {who}: {what}
         return out
 allgather_gemm.AllGatherGemm = Wrong"""
@@ -235,7 +235,7 @@ def test_a_wrong_sum_gets_no_time(who, field):
     patch = f"""class Wrong(reductions.GemmReduceScatter):
     def __call__(self, a, b, *, out):
         super().__call__(a, b, out=out)
-        comm = self._comm
+        comm = self._runtime
         if rank == 1 and {who}: out[-1, -1] *= 2
         return out
 reductions.GemmReduceScatterBench.step_type = Wrong"""
