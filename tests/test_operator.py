@@ -102,7 +102,7 @@ def test_arguments_of_another_type_are_refused_as_by_a_first_call(prepared):
             (gather, "row_counts", (4,), (4.0,)),
             (dispatch, "capacity", 8, 8.0),
             (dispatch, "max_tokens", 4, 4.0),
-            (dispatch, "num_experts", 1, np.True_),
+            (dispatch, "num_experts", 1, True),
         ):
             out = call(**{name: right})
             for value in (right, np.array(right)[()] if name != "row_counts" else (np.int64(4),)):

@@ -246,6 +246,8 @@ def test_wrong_options_are_named(keywords):
         {"chunk_bytes": 1e5},
         {"chunk_bytes": 1.5},
         {"chunk_bytes": "1000"},
+        {"chunk_bytes": True},
+        {"tile": (8, 8, True)},
         {"sm_budget": 8.0},
         {"tf32": 1},
         {"tf32": None},
@@ -441,7 +443,7 @@ def test_plans_of_sums_are_explained_and_kept(kind, one_shot, tmp_path):
     assert ("one shot" in text) is one_shot
     other = KINDS[kind is KINDS[0]]
     with pytest.raises(ValueError, match=f"no plan of {other.operator}"):
-        other._runtime.launches.load(tmp_path / "plan.json")
+        other.load(tmp_path / "plan.json")
 
 
 H100 = plans.Gpu("sm_90a", 132, 232448)

@@ -1,7 +1,6 @@
 """`moe_dispatch_gemm`: send tokens to the ranks of their experts, and multiply them there."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -221,8 +220,8 @@ class _Spec:
             slots=ids.shape[1],
             dtype=x.dtype,
             out_dtype=plans.output_dtype(x.dtype, dtype),
-            max_tokens=whole_number("max_tokens", max_tokens),
-            capacity=whole_number("capacity", capacity),
+            max_tokens=operands.whole_number("max_tokens", max_tokens),
+            capacity=operands.whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
             nodes=runtime.topology.sizes,
             staged=runtime.launches.staging_agents > 0,
@@ -458,7 +457,9 @@ def check_ids(ids: np.ndarray, tokens: int) -> None:
 
 def experts_of_all(num_experts: int | None, own: int, runtime: Runtime) -> int:
     """Return the number of experts of all ranks; ValueError if this rank's are not its part."""
-    total = own * runtime.size if num_experts is None else whole_number("num_experts", num_experts)
+    total = operands.whole_number("num_experts", num_experts)
+    if total is None:
+        total = own * runtime.size
     part = array_split_counts(total, runtime.size)[runtime.rank]
     if part != own:
         raise ValueError(
@@ -466,19 +467,6 @@ def experts_of_all(num_experts: int | None, own: int, runtime: Runtime) -> int:
             f"numpy.array_split deals them out, but passes {own}"
         )
     return total
-
-
-def whole_number(name: str, value: Any) -> int | None:
-    """Return an argument that is None or an integer of at least 0; TypeError or ValueError."""
-    if value is None:
-        return None
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: use an integer") from None
-    if value < 0:
-        raise ValueError(f"{name}={value}: use 0 or more")
-    return value
 
 
 def measured(

@@ -40,7 +40,6 @@ from .moe_dispatch_gemm import (
     put_tokens,
     routing_plans,
     stage_of_tokens,
-    whole_number,
 )
 from .operator import Operator, Preparation
 
@@ -188,8 +187,8 @@ class _Spec:
             dtype=x.dtype,
             transfer_dtype=transfer,
             activation=activation,
-            max_tokens=whole_number("max_tokens", max_tokens),
-            capacity=whole_number("capacity", capacity),
+            max_tokens=operands.whole_number("max_tokens", max_tokens),
+            capacity=operands.whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
             nodes=runtime.topology.sizes,
             staged=runtime.launches.staging_agents > 0,

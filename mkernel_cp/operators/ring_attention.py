@@ -209,7 +209,7 @@ class _Spec:
             causal=bool(causal),
             scale=_scale(scale, columns),
             layout=layout,
-            max_workspace=_bytes("max_workspace", max_workspace),
+            max_workspace=operands.whole_number("max_workspace", max_workspace),
             chunk_bytes=self.options.chunk_bytes,
             nodes=runtime.topology.sizes,
             staged=runtime.launches.staging_agents > 0,
@@ -549,18 +549,6 @@ def _scale(value: Any, columns: int) -> float:
         raise TypeError(f"scale={value!r}: use a number") from None
     if not math.isfinite(value):
         raise ValueError(f"scale={value}: use a finite number")
-    return value
-
-
-def _bytes(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    try:
-        value = index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: use an integer, in bytes") from None
-    if value < 0:
-        raise ValueError(f"{name}={value}: use 0 or more bytes")
     return value
 
 
