@@ -69,7 +69,7 @@ MK_KERNEL(ring_attention, RingAttentionParams, p) {
             },
             /* gate   */
             [&](const Agent& who, Unit unit, const Run& run, Range positions, Part part) {
-                return run.source == rank || window.wait(who, unit, run, positions, part);
+                return run.source == rank ? run.count : window.wait(who, unit, run, positions, part);
             },
             /* sink   */ StoreHeads<Type>(p.out, p.lse),
             /* leave  */ [&](const Agent& who, Unit unit) { window.leave(who, unit); });

@@ -10,23 +10,24 @@ from typing import Any
 
 from . import __version__
 from .attention_plan import LAYOUTS
-from .bench.moe import ROUTINGS
-from .bench.records import RESULTS
+from .bench.records import RESULTS, SHAPE_KEYS
+from .bench.routes import ROUTINGS
 from .commands import bench, compile, demo, doctor, job, run, spelled, tune
 from .moe_plan import ACTIVATIONS
 from .plan import DTYPES
 
-# What `bench` and `tune` measure.
+# What `bench` measures, and `tune` if it has choices.
 _MEASURED = {
     "allgather-gemm": "C = A @ B",
     "gemm-reduce-scatter": "each rank's rows of the sum over ranks of A @ B",
     "gemm-allreduce": "the sum over ranks of A @ B",
+    "ring-attention": "attention of queries over keys and values",
     "moe-dispatch-gemm": "tokens times the weights of the experts that they chose",
     "moe-combine": "the weighted sums of what experts have made of tokens",
     "moe-layer": "what a layer of experts, with swiglu, makes of tokens",
 }
 # A library that does the same alone, where that is not cuBLAS; and rivals.
-_ALONE = {"moe-combine": "PyTorch"}
+_ALONE = dict.fromkeys(("ring-attention", "moe-combine"), "PyTorch")
 _RIVALS = dict.fromkeys(
     ("allgather-gemm", "gemm-reduce-scatter"), ", PyTorch async-TP and cuBLASMp"
 )
@@ -43,6 +44,8 @@ _SHAPES = {
     "them, experts of all ranks, choices of a token",
     ("tokens", "N", "E", "k"): "tokens, columns of what is made of them, experts of all ranks, "
     "choices of a token",
+    ("S", "B", "Hq", "Hkv", "D"): "positions of all ranks, batch, heads of queries, of keys and "
+    "values, columns of a head",
 }
 
 _DESCRIPTION = """\
@@ -116,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     operator = _add_run(
         operators,
         run.ring_attention,
-        "attention of queries over keys and values",
+        _MEASURED["ring-attention"],
         "Each rank reads some positions, and writes those of the result.",
         {
             "q": "queries (B, S, Hq, D)",
@@ -128,17 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     operator.add_argument(
         "--lse", metavar="LSE.npy", help="where to put the log-sum-exp (B, Hq, S)"
     )
-    operator.add_argument(
-        "--causal", action="store_true", help="a position sees only itself and those before it"
-    )
+    _add_mask(operator)
     operator.add_argument("--scale", type=run.finite, help="of the scores (default: 1 / sqrt(D))")
-    operator.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        default=LAYOUTS[0],
-        help="which positions a rank works on (default: %(default)s); zigzag gives all ranks the "
-        "same work with --causal",
-    )
     operator.add_argument(
         "--seq-counts",
         type=run.counts,
@@ -209,6 +203,8 @@ def _parser() -> argparse.ArgumentParser:
                 default=ROUTINGS[0],
                 help="whether some experts are more popular than others (default: uniform)",
             )
+        elif name == "ring-attention":
+            _add_mask(operator)
         operator.add_argument(
             "--repeat",
             type=bench.repeats,
@@ -229,6 +225,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
     for name, what in _MEASURED.items():
+        if not bench.BENCHES[name].choices:
+            continue
         operator = operators.add_parser(
             name,
             help="its tiles, movers and chunks",
@@ -264,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_measured(operator: Any, name: str) -> None:
     """Add what says which shapes are measured."""
-    keys = bench.BENCHES[name].keys
+    keys = SHAPE_KEYS[bench.BENCHES[name].operator]
     operator.add_argument(
         "--shape",
         type=bench.shape_of(keys),
@@ -274,6 +272,20 @@ def _add_measured(operator: Any, name: str) -> None:
     )
     operator.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES], default="bfloat16")
     operator.add_argument("--quick", action="store_true", help="only a few shapes")
+
+
+def _add_mask(operator: Any) -> None:
+    """Add what says which keys a query sees, and which positions are whose."""
+    operator.add_argument(
+        "--causal", action="store_true", help="a position sees only itself and those before it"
+    )
+    operator.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="which positions a rank works on (default: %(default)s); zigzag gives all ranks the "
+        "same work with --causal",
+    )
 
 
 def _add_run(

@@ -445,7 +445,8 @@ def _hopper_tile(
 ) -> HopperTile:
     """Return a tile with all the stages that there is room for.
 
-    `beside`: beside the tiles, each block brings what peers have. `listed`: rows of A lie apart.
+    `beside`: beside the tiles, each block brings what peers have, by way of all that is left.
+    `listed`: rows of A lie apart.
     """
     courier = 16 * 1024 + 512 if beside else 0
     # Strips for a whole part in 16 bits: the next tile begins before this one is stored. Copies
@@ -453,6 +454,8 @@ def _hopper_tile(
     strips = 2 if listed else max(2, rows // cluster // 2 * columns * 2 // 8192)
     room = shared_bytes - courier - _hopper_bytes((rows, columns), cluster, 0, strips)
     stages = min(8, room // ((rows // cluster + columns) * 128))
+    if beside:
+        courier = shared_bytes - _hopper_bytes((rows, columns), cluster, stages, strips)
     return HopperTile((rows, columns, k), cluster, stages, strips, courier, movers)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import itertools
 import json
 import sys
 import types
@@ -11,7 +12,11 @@ import pytest
 from launcher import mpirun
 
 import mkernel_cp as mk
-from mkernel_cp.bench import baselines, moe, records, timing
+from mkernel_cp import reference
+from mkernel_cp.bench import baselines, records, routes, timing
+from mkernel_cp.bench.ring_attention import merge
+from mkernel_cp.commands import spelled
+from mkernel_cp.commands.bench import BENCHES
 from mkernel_cp.communicator import Communicator
 from mkernel_cp.errors import ConfigurationError, Error
 from mkernel_cp.plan import AllGatherGemmPlan, Options, plan_allgather_gemm
@@ -26,12 +31,25 @@ def patched(patch, *options, operator="allgather-gemm"):
     """Run the benchmark on two ranks after some lines of Python."""
     program = (
         "import sys\nimport numpy as np\nfrom mpi4py import MPI\n"
-        "from mkernel_cp.bench import allgather_gemm, baselines, reductions\n"
+        "from mkernel_cp.bench import baselines\n"
+        "from mkernel_cp.commands.bench import BENCHES\n"
         "from mkernel_cp.cli import main\n"
         f"rank = MPI.COMM_WORLD.Get_rank()\n{patch}\n"
         f"sys.exit(main({['bench', operator, '--quick', '--repeat', '1', *options]!r}))\n"
     )
     return mpirun(2, "-c", program)
+
+
+def wrong(operator, who, what):
+    """Return lines that do something to the result of an operator on rank 1."""
+    return f"""kind = BENCHES[{operator!r}]
+class Wrong(kind.step_type):
+    def __call__(self, *own, out):
+        super().__call__(*own, out=out)
+        comm = self._runtime
+        if rank == 1 and {who}: {what}
+        return out
+kind.step_type = Wrong"""
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -78,7 +96,10 @@ def test_a_run_prints_a_table_and_what_its_dashes_mean(run):
     assert "GB/s into each" in title
     assert "not a measure of speed" in title
     assert headings.split()[-3:] == ["PyTorch", "async-TP", "cuBLASMp"]
-    assert rows[:2] == [records.line(record) for record in written]
+    titles = [f"allgather_gemm {shape} float16" for shape in ("70 x 33 x 20", "1 x 5 x 3")]
+    table = records.Table(titles, list(written[0]["rivals"]))
+    assert headings == table.headings
+    assert rows[:2] == [table.line(record) for record in written]
     notes = "PyTorch async-TP: needs GPUs", "cuBLASMp: needs GPUs"
     assert rows[2:-1] == list(notes)
     assert rows[-1].startswith("records: ")
@@ -123,14 +144,7 @@ def test_a_run_alone_transfers_nothing(tmp_path):
 )
 def test_a_wrong_result_gets_no_time(tmp_path, who, field, what, words):
     path = tmp_path / "records.json"
-    patch = f"""class Wrong(allgather_gemm.AllGatherGemm):
-    def __call__(self, a, b, *, out):
-        super().__call__(a, b, out=out)
-        comm = self._runtime
-        if rank == 1 and {who}: {what}
-        return out
-allgather_gemm.AllGatherGemm = Wrong"""
-    done = patched(patch, f"--json={path}")
+    done = patched(wrong("allgather-gemm", who, what), f"--json={path}")
     assert done.returncode == 1
     assert f"has no {field}: {words}" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -173,32 +187,45 @@ def test_sums_are_measured_beside_their_like(tmp_path, operator, dtype):
     assert first["transfer_ms"] == pytest.approx(ratio * second["transfer_ms"])
 
 
+ZIPF = {"routing": "zipf"}
+ATTENTION = {"S": 25, "B": 1, "Hq": 6, "Hkv": 2, "D": 5}
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("operator", "shape"),
+    ("operator", "shape", "variant"),
     [
-        ("moe_dispatch_gemm", {"tokens": 50, "H": 24, "I": 9, "E": 7, "k": 3}),
-        ("moe_combine", {"tokens": 50, "N": 24, "E": 7, "k": 3}),
-        ("moe_layer", {"tokens": 50, "H": 24, "I": 9, "E": 7, "k": 3}),
+        ("moe_dispatch_gemm", {"tokens": 50, "H": 24, "I": 9, "E": 2, "k": 2}, ZIPF),
+        ("moe_combine", {"tokens": 50, "N": 24, "E": 7, "k": 3}, ZIPF),
+        ("moe_layer", {"tokens": 50, "H": 24, "I": 9, "E": 7, "k": 3}, ZIPF),
+        ("ring_attention", ATTENTION, {"causal": True, "layout": "zigzag"}),
+        ("ring_attention", ATTENTION, {"causal": False, "layout": "contiguous"}),
     ],
 )
-def test_tokens_are_measured_beside_their_like(tmp_path, operator, shape):
+def test_variants_are_measured_beside_their_like(tmp_path, operator, shape, variant):
     path = tmp_path / "records.json"
-    extents = shape.values()
-    options = (
-        f"--shape={','.join(map(str, extents))}",
+    options = [
+        f"--shape={','.join(map(str, shape.values()))}",
         "--dtype=float32",
-        "--routing=zipf",
+        *(
+            f"--{name}" if value is True else f"--{name}={value}"
+            for name, value in variant.items()
+            if value
+        ),
         "--repeat=1",
         f"--json={path}",
-    )
-    done = bench(*options, ranks=3, operator=operator.replace("_", "-"))
+    ]
+    done = bench(*options, ranks=3, operator=spelled(operator))
     assert done.returncode == 0, done.stderr
     (record,) = records.read(path)
-    assert record["shape"] == shape
-    assert record["routing"] == "zipf"
+    assert (record["shape"], record["variant"]) == (shape, variant)
+    assert variant.items() - {("routing", "zipf")} <= record["plan"].items()
     assert isinstance(record["unfused_ms"], float)
-    assert f"{operator} {' x '.join(map(str, extents))} float32 zipf" in done.stdout
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps({"operator": operator, **record["plan"]}))
+    step_type = BENCHES[spelled(operator)].step_type
+    assert step_type.__annotations__["plan"].load(saved).to_json() == record["plan"]
+    assert records.title(operator, shape, "float32", variant) in done.stdout
 
 
 @pytest.mark.mpi
@@ -211,7 +238,7 @@ def test_tokens_are_measured_within_one_node():
 def test_a_route_says_who_sends_what():
     """Of two ranks with two experts each, the second one."""
     ids = np.array([[0, 2], [3, 2], [1, 0], [2, 3]])
-    route = moe.Route(ids, (3, 1), 4, 1)
+    route = routes.Route(ids, (3, 1), 4, 1)
     assert route.offsets.tolist() == [0, 3, 5]
     assert route.row_slots.tolist() == [1, 3, 6, 2, 7]
     assert (route.capacity, route.landing) == (5, [0, 2])
@@ -221,25 +248,19 @@ def test_a_route_says_who_sends_what():
     # Tokens 0 and 1 for the first expert, 1 for the second, then those of this rank.
     arrived = np.array([0, 1, 1, 3, 3])
     assert arrived[route.order].tolist() == [0, 1, 3, 1, 3]
-    chosen = moe.choose(1000, 8, 2, "zipf")
+    chosen = routes.choose(1000, 8, 2, "zipf")
     assert (chosen[:, 0] != chosen[:, 1]).all()
     counts = np.bincount(chosen.ravel(), minlength=8)
     assert counts[0] > 2 * counts[3] > 2 * counts[7]
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("operator", ["gemm-reduce-scatter", "ring-attention"])
 @pytest.mark.parametrize(
     ("who", "field"), [("comm.size == 2", "fused_ms"), ("comm.size == 1", "engine_ms")]
 )
-def test_a_wrong_sum_gets_no_time(who, field):
-    patch = f"""class Wrong(reductions.GemmReduceScatter):
-    def __call__(self, a, b, *, out):
-        super().__call__(a, b, out=out)
-        comm = self._runtime
-        if rank == 1 and {who}: out[-1, -1] *= 2
-        return out
-reductions.GemmReduceScatterBench.step_type = Wrong"""
-    done = patched(patch, operator="gemm-reduce-scatter")
+def test_a_wrong_sum_gets_no_time(operator, who, field):
+    done = patched(wrong(operator, who, "out.reshape(-1)[-1] *= 2"), operator=operator)
     assert done.returncode == 1
     assert f"has no {field}: wrong result: an error is" in done.stderr
 
@@ -305,7 +326,8 @@ def measured(fused=0.25, **others):
 
 
 def record(*repeats):
-    return records.make_record(COMM, "allgather_gemm", SHAPE, "bfloat16", repeats or [measured()])
+    case = "allgather_gemm", SHAPE, "bfloat16", {}
+    return records.make_record(COMM, *case, repeats or [measured()])
 
 
 def test_a_record_is_the_median_of_its_repeats():
@@ -316,7 +338,7 @@ def test_a_record_is_the_median_of_its_repeats():
     assert made["unfused_ms"] == "it broke"
     assert made["rivals"] == measured()["rivals"]
     assert made["card"] == "NVIDIA H100 80GB HBM3"
-    assert (made["routing"], made["engine"]) == (None, "hopper")
+    assert (made["variant"], made["engine"]) == ({}, "hopper")
 
 
 def test_the_floor_is_the_longer_one():
@@ -337,6 +359,7 @@ def test_no_record_without_what_it_is_about(field):
         ("shape", {"M": 1, "K": 1}),
         ("shape", {"M": 1, "K": 1, "N": 0}),
         ("dtype", "int8"),
+        ("variant", {"routing": "uniform"}),
         ("world", 0),
         ("target", "auto"),
         ("card", ""),
@@ -371,6 +394,27 @@ def test_records_survive_a_file(tmp_path):
     records.write(path, [record(), record()])
     assert records.read(path) == [record(), record()]
     assert [file.name for file in tmp_path.iterdir()] == ["records.json"]
+
+
+@pytest.mark.parametrize("path", sorted(records.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_results_of_the_package_can_be_read(path):
+    """With what records of an older bench left out, which new ones never do."""
+    for one in records.read(path):
+        assert one["operator"] == path.stem
+        title = records.title(*(one[key] for key in ("operator", "shape", "dtype", "variant")))
+        assert records.Table([title], list(one["rivals"])).line(one).startswith(title)
+        assert (one["plan"] is None) == (path.stem == "ring_attention")
+
+
+def test_columns_of_a_table_are_in_line():
+    long = {**record(), "shape": {"M": 131072, "K": 7168, "N": 2048}}
+    lines = [records.title(*(one[key] for key in records.KEYS[:4])) for one in (record(), long)]
+    table = records.Table(lines, list(record()["rivals"]))
+    for line in (table.line(record()), table.line(long)):
+        assert len(line) == len(table.headings)
+        at = table.headings.index("PyTorch async-TP")
+        assert line[at:].split() == ["0.18", "-"]
+        assert line[: at - 2].endswith(" 10.0")
 
 
 def test_a_plan_survives_json():
@@ -412,6 +456,164 @@ def test_an_earlier_time_is_told_where_there_is_one():
         (4, (4096, 4096, 1024), np.dtype(np.float32)),
     ):
         assert baselines.figure(*name, world, shape, dtype) == ""
+
+
+# --- libraries ------------------------------------------------------------------------------------
+
+
+def test_results_over_parts_of_the_keys_make_the_whole():
+    random = np.random.default_rng(1)
+    q, k, v = (random.standard_normal((2, 9, heads, 4)) for heads in (4, 2, 2))
+    attend = baselines.NumpyAttention()
+    merged = None
+    for begin, end in itertools.pairwise((0, 2, 3, 9)):
+        merged = merge(np, merged, attend(q, k[:, begin:end], v[:, begin:end], False))
+    for found, causal in ((merged, False), (attend(q, k, v, True), True)):
+        out, lse = reference.ring_attention(q, [k], [v], 0, causal=causal)
+        result = np.empty_like(q)
+        attend.store(found[0], result)
+        np.testing.assert_allclose(result, out.value.astype(float), rtol=0, atol=1e-13)
+        np.testing.assert_allclose(found[1], lse.value.astype(float), rtol=0, atol=1e-13)
+    last, _ = attend(q[:, -3:], k, v, True)
+    np.testing.assert_allclose(last, attend(q, k, v, True)[0][:, :, -3:], rtol=0, atol=1e-13)
+
+
+class Array(np.ndarray):
+    """An array of NumPy whose memory has the address that an array of CuPy would tell."""
+
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+
+class FakeNccl:
+    """What CuPy has of NCCL, and a communicator of it: it keeps what it is asked for."""
+
+    available = True
+
+    def __init__(self):
+        self.calls = []
+
+    def get_unique_id(self):
+        return 7
+
+    def NcclCommunicator(self, size, identity, rank):
+        assert (size, identity, rank) == (3, 7, 1)
+        return self
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+
+class FakeStream:
+    """A stream of CuPy; the current one is that of the innermost context."""
+
+    current = None
+
+    def __init__(self, ptr, calls):
+        self.ptr, self.calls = ptr, calls
+
+    def record(self):
+        return f"event of {self.ptr}"
+
+    def wait_event(self, event):
+        self.calls.append((f"{self.ptr} waits", event))
+
+    def __enter__(self):
+        self.before, FakeStream.current = FakeStream.current, self
+
+    def __exit__(self, *_):
+        FakeStream.current = self.before
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """NCCL through a CuPy of ours, on rank 1 of 3, where calls are made on stream 5."""
+    nccl = FakeNccl()
+    cuda = types.SimpleNamespace(
+        get_current_stream=lambda: FakeStream.current,
+        Stream=lambda non_blocking: FakeStream(9, nccl.calls),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", nccl)
+    comm = types.SimpleNamespace(
+        rank=1, size=3, target="cuda", agree=lambda what, make: [nccl.get_unique_id()] * 3
+    )
+    with FakeStream(5, nccl.calls):
+        yield comm, nccl.calls
+
+
+def arrays(*shapes):
+    return [np.zeros(shape, np.float32).view(Array) for shape in shapes]
+
+
+def test_rows_are_gathered_through_cupy(nccl):
+    comm, calls = nccl
+    (own, whole), byte = arrays((2, 3), (6, 3)), 1
+    gather = baselines.gather_for(comm)
+    gather(own, whole, (2, 2, 2))
+    gather(own, whole, (3, 2, 1))
+    source, to = own.data.ptr, whole.data.ptr
+    assert calls == [
+        ("allGather", source, to, 24, byte, 5),
+        ("groupStart",),
+        ("broadcast", source, to, 36, byte, 0, 5),
+        ("broadcast", source, to + 36, 24, byte, 1, 5),
+        ("broadcast", source, to + 60, 12, byte, 2, 5),
+        ("groupEnd",),
+    ]
+
+
+def test_sums_are_made_through_cupy(nccl):
+    comm, calls = nccl
+    (own, out), number, add = arrays((6, 3), (2, 3)), 7, 0
+    baselines.reduction_for(comm, True)(own, own, (2, 2, 2))
+    scatter = baselines.reduction_for(comm, False)
+    scatter(own, out, (2, 2, 2))
+    scatter(own, out, (3, 2, 1))
+    source, to = own.data.ptr, out.data.ptr
+    assert calls == [
+        ("allReduce", source, source, 18, number, add, 5),
+        ("reduceScatter", source, to, 6, number, add, 5),
+        ("groupStart",),
+        ("reduce", source, to, 9, number, add, 0, 5),
+        ("reduce", source + 36, to, 6, number, add, 1, 5),
+        ("reduce", source + 60, to, 3, number, add, 2, 5),
+        ("groupEnd",),
+    ]
+
+
+def test_rows_are_exchanged_through_cupy(nccl):
+    comm, calls = nccl
+    (own, theirs), byte = arrays((3, 2), (2, 2)), 1
+    baselines.exchange_for(comm)(own, (1, 0, 2), theirs, (0, 1, 1))
+    assert calls == [
+        ("groupStart",),
+        ("send", own.data.ptr, 8, byte, 0, 5),
+        ("recv", theirs.data.ptr, 8, byte, 1, 5),
+        ("send", own.data.ptr + 8, 16, byte, 2, 5),
+        ("recv", theirs.data.ptr + 8, 8, byte, 2, 5),
+        ("groupEnd",),
+    ]
+
+
+def test_keys_go_around_a_ring_on_a_stream_of_their_own(nccl):
+    comm, calls = nccl
+    (own, theirs), byte = arrays((2, 1, 3), (2, 1, 2)), 1
+    ring = baselines.Ring(comm)
+    ring.start(own, theirs)
+    calls.append("compute")
+    ring.wait()
+    assert calls == [
+        ("9 waits", "event of 5"),
+        ("groupStart",),
+        ("recv", theirs.data.ptr, 16, byte, 0, 9),
+        ("send", own.data.ptr, 24, byte, 2, 9),
+        ("groupEnd",),
+        "compute",
+        ("5 waits", "event of 9"),
+    ]
 
 
 # --- timing ---------------------------------------------------------------------------------------

@@ -43,6 +43,9 @@ SOURCE = """
                 courier.finish();
                 launch.have_read(peer, movers);
             }
+            // What it has not waited for need not be there while it is here: an early signal shows.
+            const u64 all = (p.stamp + 1) * u64(p.chunks);
+            launch.stand_by([&] { return load_acquire(&p.seen[0]) >= all; });
         }
 
         if (launch.is(Role::compute))

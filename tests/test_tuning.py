@@ -12,7 +12,7 @@ from launcher import mpirun
 import mkernel_cp as mk
 from mkernel_cp import tuning
 from mkernel_cp.bench import tuner
-from mkernel_cp.bench.subjects import SUBJECTS
+from mkernel_cp.commands.bench import BENCHES
 from mkernel_cp.moe_plan import Dispatch
 from mkernel_cp.operators.moe_dispatch_gemm import measured
 from mkernel_cp.plan import Gpu
@@ -193,12 +193,16 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     ("operator", "size"),
-    [("allgather_gemm", 1), ("moe_combine", 1), *((operator, 2) for operator in SUBJECTS)],
+    [
+        *(("allgather-gemm", 1), ("moe-combine", 1)),
+        *((name, 2) for name, kind in BENCHES.items() if kind.choices),
+    ],
 )
 def test_the_fastest_choices_are_found(operator, size, monkeypatch):
     """With times that a test has made up."""
-    shape = SHAPES.get(operator, (600, 70, 900))
-    multiplies, in_chunks = operator != "moe_combine", operator not in SUMS
+    kind = BENCHES[operator]
+    shape = SHAPES.get(kind.operator, (600, 70, 900))
+    multiplies, in_chunks = kind.operator != "moe_combine", kind.operator not in SUMS
 
     def interleaved(comm, clock, gate, calls):
         measured.append(len(calls))
@@ -209,7 +213,7 @@ def test_the_fastest_choices_are_found(operator, size, monkeypatch):
     monkeypatch.setattr(tuner.timing, "interleaved_ms", interleaved)
 
     def program(comm):
-        with tuner.Tuner.opened(comm, operator, np.dtype(np.float16)) as one:
+        with tuner.Tuner.opened(comm, kind, np.dtype(np.float16)) as one:
             return one.tune(*shape)
 
     entries = worlds.run(size, program)
@@ -232,7 +236,7 @@ def test_nothing_is_kept_for_a_small_gain(monkeypatch):
     monkeypatch.setattr(tuner.timing, "interleaved_ms", interleaved)
 
     def program(comm):
-        with tuner.Tuner.opened(comm, "allgather_gemm", np.dtype(np.float64)) as one:
+        with tuner.Tuner.opened(comm, BENCHES["allgather-gemm"], np.dtype(np.float64)) as one:
             return one.tune(200, 70, 90)
 
     (entry,) = worlds.run(1, program)

@@ -1,7 +1,6 @@
 """`allgather_gemm` beside cuBLAS, NCCL and its rivals."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,11 +8,8 @@ import numpy as np
 from .. import reference
 from ..operators.allgather_gemm import AllGatherGemm, allgather_gemm
 from . import baselines
-from .baselines import Operands
-from .operator import OperatorBench, Sample, Shape, Way
-from .timing import Call
-
-_SMALL = 32, 64, 64  # rows of a rank, K, N
+from .baselines import GemmOperands, available
+from .operator import OperatorBench, Sample, Shape, Work
 
 _SQUARES = tuple((m, m, m // 4) for m in (4096, 8192, 16384, 32768))
 _LANGUAGE_MODELS = ((512, 8192, 7168), (2048, 8192, 7168), (8192, 8192, 7168), (16384, 5120, 3456))
@@ -26,61 +22,33 @@ class AllGatherGemmBench(OperatorBench):
     """`allgather_gemm`: M counts the rows of all ranks, N the columns of each rank's B."""
 
     operator = "allgather_gemm"
+    step_type, function = AllGatherGemm, allgather_gemm
     shapes, quick_shapes = SHAPES, QUICK_SHAPES
+
+    def _small(self, ranks: int) -> Shape:
+        return 32 * ranks, 64, 64
 
     def _communication(self) -> Any:
         return baselines.gather_for(self._comm)
 
-    def _small_calls(self) -> dict[str, Callable[[], Any]]:
-        comm, (rows, k, n) = self._comm, _SMALL
-        one = self._operands(comm.size * rows, k, n, 0)
-        a, b, out = one.own, one.b, one.out
-        step = AllGatherGemm(a, b, comm=comm)
-        return {
-            "class": lambda: step(a, b, out=out),
-            "function": lambda: allgather_gemm(a, b, comm=comm, out=out),
-        }
+    def _compute(self, sets: Sequence[GemmOperands]) -> Work:
+        return lambda one: self._gemm(*one.alike, one.made)
 
-    @contextlib.contextmanager
-    def _steps(self, one: Operands) -> Iterator[tuple[Any, Any]]:
-        with (
-            AllGatherGemm(one.own, one.b, comm=self._comm, row_counts=one.row_counts) as fused,
-            AllGatherGemm(one.whole, one.b, comm=self._alone) as engine,
-        ):
-            yield fused, engine
+    def _unfused(self, sets: Sequence[GemmOperands]) -> Work:
+        gather, (whole, _) = available(self._library), sets[0].alike
+        gathered = self._machine.empty(whole.shape, whole.dtype)
 
-    def _ways(self, sets: Sequence[Operands], fused: Any, engine: Any) -> dict[str, Way]:
-        runs = {
-            "compute_ms": lambda one: self._gemm(one.whole, one.b, one.out),
-            "engine_ms": lambda one: engine(one.whole, one.b, out=one.out),
-            "fused_ms": lambda one: fused(one.own, one.b, out=one.out),
-        }
-        sample = self._sample(sets[0])
-        ways = {name: Way(self._in_turn(sets, run), sample) for name, run in runs.items()}
-        return ways | {"unfused_ms": Way(self._unfused(sets), sample)}
+        def run(one: GemmOperands) -> Any:
+            a, b = one.own
+            gather(a, gathered, one.row_counts)
+            return self._gemm(gathered, b, one.out)
 
-    def _bytes_in(self, one: Operands, shape: Shape) -> int:
+        return run
+
+    def _bytes_in(self, one: GemmOperands, shape: Shape) -> int:
         return (sum(one.row_counts) - min(one.row_counts)) * shape[1] * self._dtype.itemsize
 
-    def _unfused(self, sets: Sequence[Operands]) -> Callable[[], Call] | str:
-        """Return what makes the call that gathers and then multiplies, or why there is none."""
-        gather = self._library
-        if isinstance(gather, str):
-            return gather
-
-        def prepare() -> Call:
-            gathered = self._machine.empty(sets[0].whole.shape, sets[0].whole.dtype)
-
-            def call(number: int) -> Any:
-                one = sets[number % len(sets)]
-                gather(one.own, gathered, one.row_counts)
-                return self._gemm(gathered, one.b, one.out)
-
-            return call
-
-        return prepare
-
-    def _operands(self, m: int, k: int, n: int, number: int) -> Operands:
+    def operands(self, m: int, k: int, n: int, number: int) -> GemmOperands:
         """Return random operands; every rank knows all of A."""
         comm, machine, dtype = self._comm, self._machine, self._dtype
         counts = comm.row_counts(m)
@@ -94,11 +62,20 @@ class AllGatherGemmBench(OperatorBench):
         own = comm.empty((counts[comm.rank], k), dtype)
         machine.copy(own, whole[comm.rows(m)])
         b = self._normal(seed + comm.size + comm.rank, (k, n))
-        return Operands(own, whole, b, machine.empty((m, n), dtype), counts)
+        out = machine.empty((m, n), dtype)
+        return GemmOperands(
+            own=(own, b),
+            out=out,
+            asked={"row_counts": counts},
+            alike=(whole, b),
+            made=out,
+            row_counts=counts,
+        )
 
-    def _sample(self, one: Operands) -> Sample:
+    def _samples(self, one: GemmOperands) -> dict[str, Sample]:
         """Return what to look at: rows of every rank, at its borders too, and some columns."""
         rows, columns = self._some(one.out, np.cumsum(one.row_counts))
-        every = slice(None)
-        a, b = self._picked(one.whole, rows, every), self._picked(one.b, every, columns)
-        return Sample(one.out, rows, columns, reference.allgather_gemm([a], b))
+        (a, b), every = one.alike, slice(None)
+        a, b = self._picked(a, rows, every), self._picked(b, every, columns)
+        sample = Sample(one.out, rows, columns, reference.allgather_gemm([a], b))
+        return dict.fromkeys(("compute_ms", "engine_ms", "fused_ms", "unfused_ms"), sample)

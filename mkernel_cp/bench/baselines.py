@@ -2,8 +2,8 @@
 
 import contextlib
 import ctypes
-import functools
 import importlib
+import math
 import os
 import socket
 import warnings
@@ -14,9 +14,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .. import reference
 from ..communicator import Communicator, runtime_of
 from ..errors import ConfigurationError, Error
 from ..targets import cuda
+from .data import Operands
 from .timing import Call
 
 # Libraries may use NVLink multicast, which this package does not: compared is what does without.
@@ -27,30 +29,17 @@ _NO_MULTICAST = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """One set of what an operator takes and gives.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GemmOperands(Operands):
+    """One set of what an operator takes that multiplies two matrices, A and B.
 
     Attributes
     ----------
-    own : array (M_r, K) or (M, K_r)
-        This rank's rows of A, where peers can read them; of a sum, its columns.
-    whole : array (M, K) or None
-        All of A; not of a sum.
-    b : array (K, N)
-    out : array (M, N) or (M_r, N)
     row_counts : tuple of int
         Rows of A, or of the sum, on every rank.
-    product : array (M, N), optional
-        Of a sum: room for this rank's term.
     """
 
-    own: Any
-    whole: Any
-    b: Any
-    out: Any
     row_counts: tuple[int, ...]
-    product: Any = None
 
 
 def without_multicast() -> None:
@@ -68,6 +57,13 @@ def attempt(comm: Communicator, work: Callable[[], Any]) -> Any:
         problem = name + str(error).strip().partition("\n")[0]
     problems = runtime_of(comm).agree("whether that worked", lambda: problem)
     return next(filter(None, problems), result)
+
+
+def available(found: Any) -> Any:
+    """Return what `attempt` has; Error where that is why it failed."""
+    if isinstance(found, str):
+        raise Error(found)
+    return found
 
 
 # --- one GPU --------------------------------------------------------------------------------------
@@ -147,36 +143,211 @@ class Torch:
         return bits.view(getattr(self.module, array.dtype.name))
 
 
+class NumpyExperts:
+    """What lies between the products of a layer of experts; it also says what such a library does.
+
+    16-bit elements are multiplied and added in float32.
+    """
+
+    def gate(self, both: Any, hidden: Any) -> None:
+        """Write silu(gate) * up, which lie side by side."""
+        gate, up = (x.astype(np.float32) for x in np.split(both, 2, axis=1))
+        hidden[...] = gate / (1 + np.exp(-gate)) * up
+
+    def add(self, rows: Any, weights: Any, out: Any) -> None:
+        """Write the weighted sums of the rows of each token, which follow each other."""
+        wide = rows.reshape(*weights.shape, out.shape[1]).astype(weights.dtype)
+        out[...] = (wide * weights[..., None]).sum(axis=1)
+
+
+class TorchExperts:
+    """PyTorch, which also multiplies in groups."""
+
+    def __init__(self) -> None:
+        self._torch = Torch()
+
+    def grouped(self, a: Any, b: Any, offsets: np.ndarray) -> Callable[[], Any]:
+        """Return what multiplies groups of rows; its result is an array of integers."""
+        torch, a, b = self._torch.module, self._torch.tensor(a), self._torch.tensor(b)
+        ends = torch.as_tensor(offsets[1:].astype(np.int32), device=self._torch.device)
+
+        def call() -> Any:
+            with self._torch.on_current_stream():
+                return torch._grouped_mm(a, b, offs=ends).view(torch.int16)
+
+        return call
+
+    def gate(self, both: Any, hidden: Any) -> None:
+        torch, to = self._torch.module, self._torch.tensor(hidden)
+        gate, up = self._torch.tensor(both).chunk(2, 1)
+        with self._torch.on_current_stream():
+            torch.mul(torch.nn.functional.silu(gate), up, out=to)
+
+    def add(self, rows: Any, weights: Any, out: Any) -> None:
+        torch, to = self._torch.module, self._torch.tensor(out)
+        with self._torch.on_current_stream():
+            factors = torch.as_tensor(weights, device=self._torch.device)
+            groups = self._torch.tensor(rows).view(*factors.shape, to.shape[1])
+            torch.bmm(factors.to(groups.dtype)[:, None], groups, out=to[:, None])
+
+
+class NumpyAttention:
+    """Attention of NumPy; it also says what the members of such a library are."""
+
+    numpy: Any = np
+
+    def queued(self) -> contextlib.AbstractContextManager:
+        """Return a context in which all its work is done in the order of the caller's."""
+        return contextlib.nullcontext()
+
+    def __call__(self, q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
+        """Return (B, Hq, Sq, D) and the log-sum-exp; if causal, the last query sees all keys."""
+        wide = reference.accumulator_dtype(q.dtype)
+        group = q.shape[2] // k.shape[2]
+        q, k, v = (x.astype(wide).transpose(0, 2, 1, 3) for x in (q, k, v))
+        k, v = (x.repeat(group, axis=1) for x in (k, v))
+        scores = q @ k.swapaxes(-1, -2) / wide.type(math.sqrt(q.shape[-1]))
+        if causal:
+            rows, columns = scores.shape[-2:]
+            scores[..., ~np.tri(rows, columns, columns - rows, dtype=bool)] = -np.inf
+        lse = np.logaddexp.reduce(scores, axis=-1)
+        return np.exp(scores - lse[..., None]) @ v, lse
+
+    def store(self, result: Any, to: Any) -> None:
+        """Write a result into an array (B, Sq, Hq, D)."""
+        to[...] = result.transpose(0, 2, 1, 3)
+
+
+class TorchAttention:
+    """Attention of PyTorch: cuDNN's, and for causal masks FlashAttention's."""
+
+    def __init__(self) -> None:
+        self._torch = Torch()
+        self.numpy, self.queued = self._torch.module, self._torch.on_current_stream
+
+    def __call__(self, q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
+        group = q.shape[2] // k.shape[2]
+        q, k, v = (self._torch.tensor(x).transpose(1, 2) for x in (q, k, v))
+        if group > 1:
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        aten = self._torch.module.ops.aten
+        if causal:
+            found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+        else:
+            found = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
+        out, lse = found[:2]
+        return out, lse.reshape(out.shape[:-1])
+
+    def store(self, result: Any, to: Any) -> None:
+        self._torch.tensor(to).copy_(result.transpose(1, 2))
+
+
 # --- one after the other --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """NCCL, as nccl4py has it, on CuPy's arrays.
+
+    Attributes
+    ----------
+    comm
+        Its methods queue; they take arrays, ranks and ``stream=``, a handle.
+    group : callable
+        Returns a context whose calls are one.
+    sum
+        The addition.
+    """
+
+    comm: Any
+    group: Callable[[], contextlib.AbstractContextManager]
+    sum: Any
+
+
+def nccl_for(comm: Communicator) -> Nccl:
+    """Return NCCL through CuPy, or through nccl4py for a CuPy that was built without. Collective.
+
+    Raises
+    ------
+    ConfigurationError
+        If neither gives it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy tells that NCCL is missing, as is done below
+        through_cupy = importlib.import_module("cupy.cuda.nccl")
+    if through_cupy.available:
+        identity = _of_first_rank(comm, through_cupy.get_unique_id)
+        made = CupyNccl(through_cupy, comm.size, identity, comm.rank)
+        return Nccl(made, made.group, _NCCL_SUM)
+    try:
+        core = importlib.import_module("nccl.core")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"no NCCL ({error}): pip install nvidia-nccl-cu{cuda.driver_series()}"
+        ) from None
+    identity = _of_first_rank(comm, core.get_unique_id)
+    return Nccl(core.Communicator.init(comm.size, comm.rank, identity), core.group, core.SUM)
+
+
+def _of_first_rank(comm: Communicator, make: Callable[[], Any]) -> Any:
+    return runtime_of(comm).agree("to start NCCL", lambda: make() if comm.rank == 0 else None)[0]
+
+
+# What nccl.h calls a type, and the addition.
+_NCCL_TYPES = {"uint8": 1, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+_NCCL_SUM = 0
+
+
+class CupyNccl:
+    """A communicator of NCCL through CuPy, with the methods of nccl4py's."""
+
+    def __init__(self, module: Any, size: int, identity: Any, rank: int):
+        self._nccl, self._comm = module, module.NcclCommunicator(size, identity, rank)
+
+    @contextlib.contextmanager
+    def group(self) -> Any:
+        """Give a context whose calls are one."""
+        self._nccl.groupStart()
+        yield
+        self._nccl.groupEnd()
+
+    def allgather(self, own: Any, whole: Any, *, stream: int) -> None:
+        self._comm.allGather(own.data.ptr, whole.data.ptr, own.size, _type(own), stream)
+
+    def broadcast(self, own: Any, to: Any, root: int, *, stream: int) -> None:
+        self._comm.broadcast(own.data.ptr, to.data.ptr, to.size, _type(to), root, stream)
+
+    def allreduce(self, own: Any, out: Any, how: int, *, stream: int) -> None:
+        self._comm.allReduce(own.data.ptr, out.data.ptr, own.size, _type(own), how, stream)
+
+    def reduce_scatter(self, own: Any, out: Any, how: int, *, stream: int) -> None:
+        self._comm.reduceScatter(own.data.ptr, out.data.ptr, out.size, _type(own), how, stream)
+
+    def reduce(self, own: Any, out: Any, how: int, root: int, *, stream: int) -> None:
+        self._comm.reduce(own.data.ptr, out.data.ptr, own.size, _type(own), how, root, stream)
+
+    def send(self, own: Any, peer: int, *, stream: int) -> None:
+        self._comm.send(own.data.ptr, own.size, _type(own), peer, stream)
+
+    def recv(self, to: Any, peer: int, *, stream: int) -> None:
+        self._comm.recv(to.data.ptr, to.size, _type(to), peer, stream)
+
+
+def _type(array: Any) -> int:
+    return _NCCL_TYPES[array.dtype.name]
+
+
+def _current_stream() -> int:
+    return importlib.import_module("cupy").cuda.get_current_stream().ptr
+
 
 Gather = Callable[[Any, Any, Sequence[int]], None]
 """Puts the rows of all ranks into one matrix: own rows, that matrix, rows of every rank."""
 
 
 def gather_for(comm: Communicator) -> Gather:
-    """Return the all-gather of NCCL, or of MPI on the host target. Collective.
-
-    Raises
-    ------
-    ConfigurationError
-        If neither CuPy nor nccl4py gives NCCL.
-    """
-    return _library_for(comm, MpiGather, CupyGather, Nccl4pyGather)
-
-
-def _library_for(comm: Communicator, mpi: Any, by_cupy: Any, by_nccl4py: Any) -> Any:
-    if comm.target == "host":
-        return mpi(comm)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy tells that NCCL is missing, as is done below
-        if importlib.import_module("cupy.cuda.nccl").available:
-            return by_cupy(comm)
-    try:
-        return by_nccl4py(comm)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"no NCCL ({error}): pip install nvidia-nccl-cu{cuda.driver_series()}"
-        ) from None
+    """Return the all-gather of NCCL, or of MPI on the host target. Collective."""
+    return MpiGather(comm) if comm.target == "host" else NcclGather(nccl_for(comm))
 
 
 class MpiGather:
@@ -191,47 +362,21 @@ class MpiGather:
         self._mpi.Allgatherv(own.view(np.uint8), [whole.view(np.uint8), counts])
 
 
-class CupyGather:
-    """ncclAllGather, or for uneven rows a group of ncclBroadcast, through CuPy."""
+class NcclGather:
+    """ncclAllGather, or for uneven rows a group of ncclBroadcast."""
 
-    def __init__(self, comm: Communicator):
-        self._nccl = nccl = importlib.import_module("cupy.cuda.nccl")
-        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
-        identity = _of_first_rank(comm, nccl.get_unique_id)
-        self._comm = nccl.NcclCommunicator(comm.size, identity, comm.rank)
+    def __init__(self, nccl: Nccl):
+        self._nccl = nccl
 
     def __call__(self, own: Any, whole: Any, row_counts: Sequence[int]) -> None:
-        nccl, stream = self._nccl, self._current_stream().ptr
-        source, to = own.data.ptr, whole.data.ptr
+        own, whole, stream = own.view(np.uint8), whole.view(np.uint8), _current_stream()
         if len(set(row_counts)) == 1:
-            self._comm.allGather(source, to, own.nbytes, nccl.NCCL_UINT8, stream)
-            return
-        nccl.groupStart()
-        for root, rows in enumerate(row_counts):
-            nbytes = rows * whole.strides[0]
-            self._comm.broadcast(source, to, nbytes, nccl.NCCL_UINT8, root, stream)
-            to += nbytes
-        nccl.groupEnd()
-
-
-class Nccl4pyGather:
-    """The same through nccl4py, for a CuPy that was built without NCCL."""
-
-    def __init__(self, comm: Communicator):
-        self._nccl = nccl = importlib.import_module("nccl.core")
-        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
-        identity = _of_first_rank(comm, nccl.get_unique_id)
-        self._comm = nccl.Communicator.init(comm.size, comm.rank, identity)
-
-    def __call__(self, own: Any, whole: Any, row_counts: Sequence[int]) -> None:
-        own, whole, stream = own.view(np.uint8), whole.view(np.uint8), self._current_stream().ptr
-        if len(set(row_counts)) == 1:
-            self._comm.allgather(own, whole, stream=stream)
+            self._nccl.comm.allgather(own, whole, stream=stream)
             return
         start = 0
         with self._nccl.group():
             for root, rows in enumerate(row_counts):
-                self._comm.broadcast(own, whole[start : start + rows], root, stream=stream)
+                self._nccl.comm.broadcast(own, whole[start : start + rows], root, stream=stream)
                 start += rows
 
 
@@ -240,21 +385,16 @@ Reduction = Callable[[Any, Any, Sequence[int]], None]
 
 
 def reduction_for(comm: Communicator, whole: bool) -> Reduction:
-    """Return the all-reduce, or if not `whole` the reduce-scatter, of NCCL or MPI. Collective.
-
-    Raises
-    ------
-    ConfigurationError
-        If neither CuPy nor nccl4py gives NCCL.
-    """
-    kinds = MpiReduction, CupyReduction, Nccl4pyReduction
-    return _library_for(comm, *(functools.partial(kind, whole=whole) for kind in kinds))
+    """Return the all-reduce, or if not `whole` the reduce-scatter, of NCCL or MPI. Collective."""
+    if comm.target == "host":
+        return MpiReduction(comm, whole)
+    return NcclReduction(nccl_for(comm), whole)
 
 
 class MpiReduction:
     """MPI_Allreduce or MPI_Reduce_scatter; of 16-bit elements in float32, as MPI has none."""
 
-    def __init__(self, comm: Communicator, *, whole: bool):
+    def __init__(self, comm: Communicator, whole: bool):
         self._mpi, self._whole = comm.mpi, whole
 
     def __call__(self, own: np.ndarray, out: np.ndarray, row_counts: Sequence[int]) -> None:
@@ -267,58 +407,24 @@ class MpiReduction:
         out[...] = sums
 
 
-# What nccl.h calls a type, and the addition.
-_NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
-_NCCL_SUM = 0
+class NcclReduction:
+    """ncclAllReduce or ncclReduceScatter, for uneven rows a group of ncclReduce."""
 
-
-class CupyReduction:
-    """ncclAllReduce or ncclReduceScatter, for uneven rows a group of ncclReduce, through CuPy."""
-
-    def __init__(self, comm: Communicator, *, whole: bool):
-        self._nccl = nccl = importlib.import_module("cupy.cuda.nccl")
-        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
-        identity = _of_first_rank(comm, nccl.get_unique_id)
-        self._comm, self._whole = nccl.NcclCommunicator(comm.size, identity, comm.rank), whole
+    def __init__(self, nccl: Nccl, whole: bool):
+        self._nccl, self._whole = nccl, whole
 
     def __call__(self, own: Any, out: Any, row_counts: Sequence[int]) -> None:
-        kind, stream = _NCCL_TYPES[own.dtype.name], self._current_stream().ptr
-        source, to = own.data.ptr, out.data.ptr
+        nccl, how, stream = self._nccl.comm, self._nccl.sum, _current_stream()
         if self._whole:
-            self._comm.allReduce(source, to, own.size, kind, _NCCL_SUM, stream)
+            nccl.allreduce(own, out, how, stream=stream)
             return
         if len(set(row_counts)) == 1:
-            self._comm.reduceScatter(source, to, out.size, kind, _NCCL_SUM, stream)
-            return
-        self._nccl.groupStart()
-        for root, rows in enumerate(row_counts):
-            count = rows * own.shape[1]
-            self._comm.reduce(source, to, count, kind, _NCCL_SUM, root, stream)
-            source += count * own.itemsize
-        self._nccl.groupEnd()
-
-
-class Nccl4pyReduction:
-    """The same through nccl4py, for a CuPy that was built without NCCL."""
-
-    def __init__(self, comm: Communicator, *, whole: bool):
-        self._nccl = nccl = importlib.import_module("nccl.core")
-        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
-        identity = _of_first_rank(comm, nccl.get_unique_id)
-        self._comm, self._whole = nccl.Communicator.init(comm.size, comm.rank, identity), whole
-
-    def __call__(self, own: Any, out: Any, row_counts: Sequence[int]) -> None:
-        nccl, stream = self._nccl, self._current_stream().ptr
-        if self._whole:
-            self._comm.allreduce(own, out, nccl.SUM, stream=stream)
-            return
-        if len(set(row_counts)) == 1:
-            self._comm.reduce_scatter(own, out, nccl.SUM, stream=stream)
+            nccl.reduce_scatter(own, out, how, stream=stream)
             return
         start = 0
-        with nccl.group():
+        with self._nccl.group():
             for root, rows in enumerate(row_counts):
-                self._comm.reduce(own[start : start + rows], out, nccl.SUM, root, stream=stream)
+                nccl.reduce(own[start : start + rows], out, how, root, stream=stream)
                 start += rows
 
 
@@ -327,14 +433,8 @@ Exchange = Callable[[Any, Sequence[int], Any, Sequence[int]], None]
 
 
 def exchange_for(comm: Communicator) -> Exchange:
-    """Return the all-to-all of NCCL, or of MPI on the host target. Collective.
-
-    Raises
-    ------
-    ConfigurationError
-        If neither CuPy nor nccl4py gives NCCL.
-    """
-    return _library_for(comm, MpiExchange, CupyExchange, Nccl4pyExchange)
+    """Return the all-to-all of NCCL, or of MPI on the host target. Collective."""
+    return MpiExchange(comm) if comm.target == "host" else NcclExchange(nccl_for(comm))
 
 
 class MpiExchange:
@@ -352,51 +452,50 @@ class MpiExchange:
         self._mpi.Alltoallv(list(to), list(source))
 
 
-class CupyExchange:
-    """A group of ncclSend and ncclRecv, through CuPy."""
+class NcclExchange:
+    """A group of ncclSend and ncclRecv."""
 
-    def __init__(self, comm: Communicator):
-        self._nccl = nccl = importlib.import_module("cupy.cuda.nccl")
-        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
-        identity = _of_first_rank(comm, nccl.get_unique_id)
-        self._comm = nccl.NcclCommunicator(comm.size, identity, comm.rank)
+    def __init__(self, nccl: Nccl):
+        self._nccl = nccl
 
     def __call__(self, own: Any, sent: Sequence[int], theirs: Any, received: Sequence[int]) -> None:
-        nccl, stream = self._nccl, self._current_stream().ptr
-        row, source, to = own.shape[1] * own.itemsize, own.data.ptr, theirs.data.ptr
-        nccl.groupStart()
-        for peer, (out, back) in enumerate(zip(sent, received, strict=True)):
-            if out:
-                self._comm.send(source, out * row, nccl.NCCL_UINT8, peer, stream)
-            if back:
-                self._comm.recv(to, back * row, nccl.NCCL_UINT8, peer, stream)
-            source, to = source + out * row, to + back * row
-        nccl.groupEnd()
-
-
-class Nccl4pyExchange:
-    """The same through nccl4py, for a CuPy that was built without NCCL."""
-
-    def __init__(self, comm: Communicator):
-        self._nccl = nccl = importlib.import_module("nccl.core")
-        self._current_stream = importlib.import_module("cupy").cuda.get_current_stream
-        identity = _of_first_rank(comm, nccl.get_unique_id)
-        self._comm = nccl.Communicator.init(comm.size, comm.rank, identity)
-
-    def __call__(self, own: Any, sent: Sequence[int], theirs: Any, received: Sequence[int]) -> None:
-        own, theirs, stream = own.view(np.uint8), theirs.view(np.uint8), self._current_stream().ptr
+        own, theirs, stream = own.view(np.uint8), theirs.view(np.uint8), _current_stream()
         source = to = 0
         with self._nccl.group():
             for peer, (out, back) in enumerate(zip(sent, received, strict=True)):
                 if out:
-                    self._comm.send(own[source : source + out], peer, stream=stream)
+                    self._nccl.comm.send(own[source : source + out], peer, stream=stream)
                 if back:
-                    self._comm.recv(theirs[to : to + back], peer, stream=stream)
+                    self._nccl.comm.recv(theirs[to : to + back], peer, stream=stream)
                 source, to = source + out, to + back
 
 
-def _of_first_rank(comm: Communicator, make: Callable[[], Any]) -> Any:
-    return runtime_of(comm).agree("to start NCCL", lambda: make() if comm.rank == 0 else None)[0]
+class Ring:
+    """Sends an array to the next rank while another comes from the one before. Collective to make.
+
+    On GPUs that goes on beside what the current stream has to do until `wait`.
+    """
+
+    def __init__(self, comm: Communicator):
+        self._exchange, self._size = exchange_for(comm), comm.size
+        self._next, self._last = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        self._cuda = None if comm.target == "host" else importlib.import_module("cupy").cuda
+        self._stream = self._cuda and self._cuda.Stream(non_blocking=True)
+
+    def start(self, own: Any, theirs: Any) -> None:
+        """Start it, behind what was queued before."""
+        own, theirs = own.reshape(-1, 1), theirs.reshape(-1, 1)
+        sent, received = [0] * self._size, [0] * self._size
+        sent[self._next], received[self._last] = len(own), len(theirs)
+        if self._cuda:
+            self._stream.wait_event(self._cuda.get_current_stream().record())
+        with self._stream or contextlib.nullcontext():
+            self._exchange(own, sent, theirs, received)
+
+    def wait(self) -> None:
+        """Let what is queued from now on wait for the end."""
+        if self._cuda:
+            self._cuda.get_current_stream().wait_event(self._stream.record())
 
 
 # --- rivals: fused, too ---------------------------------------------------------------------------
@@ -431,13 +530,13 @@ class AsyncTensorParallel:
             warnings.simplefilter("ignore")  # newer versions do it by themselves, and say so
             importlib.import_module(self.module).enable_symm_mem_for_group(self._group)
 
-    def prepare(self, operator: str, sets: Sequence[Operands]) -> Call:
+    def prepare(self, operator: str, sets: Sequence[GemmOperands]) -> Call:
         """Return the call for these operands; its result is an array of integers, bit by bit."""
         if len(set(sets[0].row_counts)) > 1:
             raise ValueError("needs the same number of rows on every rank")
         torch, tensor = self._torch.module, self._torch.tensor
-        operands = [(tensor(one.own), tensor(one.b)) for one in sets]
-        bits = getattr(torch, f"int{8 * sets[0].b.itemsize}")
+        operands = [tuple(map(tensor, one.own)) for one in sets]
+        bits = getattr(torch, f"int{8 * sets[0].out.itemsize}")
 
         def call(number: int) -> Any:
             a, b = operands[number % len(operands)]
@@ -474,7 +573,7 @@ class CublasMp:
         self._nvmath.initialize(cupy.cuda.runtime.getDevice(), comm.mpi, ["nvshmem", "nccl"])
         self._plans: list[Any] = []
 
-    def prepare(self, operator: str, sets: Sequence[Operands]) -> Call:
+    def prepare(self, operator: str, sets: Sequence[GemmOperands]) -> Call:
         """Return the call for these operands; it computes the transpose, which lies the same way.
 
         cuBLASMp has columns where we have rows, and wants `b` in the other order.
@@ -487,12 +586,12 @@ class CublasMp:
         gathers = operator == "allgather_gemm"
         held = [slab.Y, slab.Y, slab.X] if gathers else [slab.X, slab.X, slab.Y]
         self._forget()
-        for one in sets:
-            by_columns = self._cupy.empty(one.b.shape[::-1], f"u{one.b.itemsize}").T
-            by_columns[...] = one.b.view(by_columns.dtype)
+        for a, b in (one.own for one in sets):
+            by_columns = self._cupy.empty(b.shape[::-1], f"u{b.itemsize}").T
+            by_columns[...] = b.view(by_columns.dtype)
             plan = advanced.Matmul(
-                by_columns.view(one.b.dtype),
-                one.own.T,
+                by_columns.view(b.dtype),
+                a.T,
                 distributions=held,
                 qualifiers=qualifiers,
             )

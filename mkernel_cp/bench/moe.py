@@ -1,261 +1,91 @@
-"""The operators on experts beside grouped GEMMs alone, and between all-to-alls."""
+"""The operators on experts beside grouped GEMMs and sums alone, and between all-to-alls."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .. import reference
-from ..communicator import Communicator, runtime_of
-from ..operators.moe_dispatch_gemm import DispatchLayout, MoeDispatchGemm, moe_dispatch_gemm
+from ..operators.moe_combine import MoeCombine, moe_combine
+from ..operators.moe_dispatch_gemm import MoeDispatchGemm, moe_dispatch_gemm
 from ..operators.moe_layer import MoeLayer, moe_layer
 from ..reference import array_split_counts
 from . import baselines
-from .operator import OperatorBench, Sample, Shape, Way
-from .timing import Call
+from .baselines import available
+from .data import Operands
+from .operator import OperatorBench, Sample, Shape, Work
+from .routes import Route, layout_of, route_for, take
 
-ROUTINGS = ("uniform", "zipf")
-"""Whether all experts are as popular, or expert e in proportion to 1 / (1 + e)."""
-
-_SMALL = 32, 64, 64, 2, 1  # tokens of a rank, H, I, experts of a rank, k
-_KEYS = "tokens", "H", "I", "E", "k"
 _LARGE = tuple((tokens, 7168, 2048, 256, 8) for tokens in (8192, 32768, 131072))
 SHAPES = {"cuda": _LARGE, "host": ((96, 64, 48, 16, 4), (101, 77, 9, 9, 3))}
 QUICK_SHAPES = {name: shapes[:1] for name, shapes in SHAPES.items()}
+COMBINE_SHAPES = {
+    name: tuple((tokens, n, *last) for tokens, n, _, *last in shapes)
+    for name, shapes in SHAPES.items()
+}
+QUICK_COMBINE_SHAPES = {name: shapes[:1] for name, shapes in COMBINE_SHAPES.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """One set of what an operator takes and gives, and the same in other orders.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RoutedOperands(Operands):
+    """One set of what an operator on experts takes and gives.
 
     Attributes
     ----------
-    x : array (T_r, H)
-        This rank's tokens, where peers can read them.
-    ids : array (T_r, k)
-    w : array (E_r, H, I)
-        For a layer (E_r, H, 2 I).
-    out : array (capacity, I)
-        For a layer room for (capacity, 2 I).
-    rows : array (rows, H)
-        The tokens of this rank's experts, in the order of the result.
-    experts : array (rows, 1)
-        Local expert of each.
     route : Route
     """
 
-    x: Any
-    ids: Any
-    w: Any
-    out: Any
-    rows: Any
-    experts: Any
-    route: "Route"
-    layer: "LayerOperands | None" = None
+    route: Route
 
 
-@dataclass(frozen=True, eq=False)
-class LayerOperands:
-    """What `moe_layer` takes and gives besides.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ProductOperands(RoutedOperands):
+    """The same of one that multiplies.
 
     Attributes
     ----------
-    weights : array (T_r, k)
-        Numbers that 16 bits hold.
-    ones : array (rows, 1)
-    w2 : array (E_r, I, H)
-    hidden : array (rows, I)
-    made : array (rows, H)
-    out : array (T_r, H)
+    products : list of tuple of array
+        What is multiplied, one after the other: rows (rows, K) in the order of this rank's experts,
+        weights (E_r, K, N), and where the result (rows, N) comes.
     """
 
-    weights: Any
-    ones: Any
-    w2: Any
-    hidden: Any
-    made: Any
-    out: Any
+    products: list[tuple[Any, Any, Any]]
 
 
-class Route:
-    """Who sends what to whom, as every rank can tell.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SumOperands(RoutedOperands):
+    """The same of one that adds.
 
     Attributes
     ----------
-    experts : int
-        Of all ranks.
-    tokens : tuple of int
-        Of each rank.
-    offsets : array
-        The first row of each of this rank's experts, and behind the last one their number.
-    row_slots : array
-        Of the slots of all tokens, that of each row.
-    capacity : int
-        The most rows of a rank.
-    landing, returning : list of int
-        How many tokens come to each rank from others, and then how many sums for its own.
-    sent : array
-        This rank's tokens in the order of experts, as often as they are wanted.
-    sent_counts, received_counts : list of int
-        Of these, how many go to each rank, and come from each.
-    order, back : array
-        Of what comes in the order of ranks and experts, that of the rows; and the other way.
-    returned : array
-        Where each slot of each of this rank's tokens is in `sent`.
+    by_slot : array (T_r * k, N)
+        The rows that all experts have made of this rank's tokens, by token and slot.
     """
 
-    def __init__(self, ids: np.ndarray, tokens: tuple[int, ...], experts: int, rank: int):
-        ranks, slots = len(tokens), ids.shape[1]
-        counts = array_split_counts(experts, ranks)
-        ends = np.cumsum(counts)
-        source = np.repeat(np.arange(ranks), tokens)
-        owner = np.searchsorted(ends, ids, side="right")
-        first = ends[rank] - counts[rank]
-        here = np.flatnonzero(owner.ravel() == rank)
-        local = ids.ravel()[here] - first
-        by_expert = np.argsort(local, kind="stable")  # rows are in the order of source and token
-        self.experts, self.tokens = experts, tokens
-        self.offsets = np.cumsum([0, *np.bincount(local, minlength=counts[rank])])
-        self.row_slots = here[by_expert]
-        self.row_experts = local[by_expert]
-        self.capacity = int(np.bincount(owner.ravel(), minlength=ranks).max())
-        wanted = np.array([(owner == r).any(axis=1) & (source != r) for r in range(ranks)])
-        self.landing = wanted.sum(axis=1).tolist()
-        self.returning = [int(wanted[:, source == r].sum()) for r in range(ranks)]
-        own = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
-        pairs = np.argsort(ids[own].ravel(), kind="stable")
-        self.sent, self.returned = pairs // slots, np.argsort(pairs)
-        self.sent_counts = np.bincount(owner[own].ravel(), minlength=ranks).tolist()
-        sources = source[here // slots]
-        self.received_counts = np.bincount(sources, minlength=ranks).tolist()
-        arrived = np.lexsort((local, sources))  # stable, too
-        place = np.empty_like(arrived)
-        place[arrived] = np.arange(len(arrived))
-        self.order = place[by_expert]
-        self.back = np.argsort(self.order)
-
-
-def choose(tokens: int, experts: int, slots: int, routing: str) -> np.ndarray:
-    """Return the ids of different experts for each token."""
-    random = np.random.default_rng([tokens, experts, slots])
-    chances = np.ones(experts) if routing == "uniform" else 1 / np.arange(1, experts + 1)
-    scores = np.log(chances) + random.gumbel(size=(tokens, experts))
-    return np.argsort(-scores, axis=1)[:, :slots].astype(np.int64)
-
-
-class NumpyMath:
-    """What lies between the products of a layer; it also says what such a library does."""
-
-    def gate(self, both: Any, hidden: Any) -> None:
-        """Write silu(gate) * up, which lie side by side."""
-        gate, up = (x.astype(np.float32) for x in np.split(both, 2, axis=1))
-        hidden[...] = gate / (1 + np.exp(-gate)) * up
-
-    def add(self, rows: Any, weights: Any, out: Any) -> None:
-        """Write the weighted sums of the rows of each token, which follow each other."""
-        wide = rows.reshape(*weights.shape, out.shape[1]).astype(weights.dtype)
-        out[...] = (wide * weights[..., None]).sum(axis=1)
-
-
-class TorchMath:
-    """PyTorch."""
-
-    def __init__(self) -> None:
-        self._torch = baselines.Torch()
-
-    def grouped(self, a: Any, b: Any, offsets: np.ndarray) -> Callable[[], Any]:
-        """Return what multiplies groups of rows; its result is an array of integers."""
-        torch, a, b = self._torch.module, self._torch.tensor(a), self._torch.tensor(b)
-        ends = torch.as_tensor(offsets[1:].astype(np.int32), device=self._torch.device)
-
-        def call() -> Any:
-            with self._torch.on_current_stream():
-                return torch._grouped_mm(a, b, offs=ends).view(torch.int16)
-
-        return call
-
-    def gate(self, both: Any, hidden: Any) -> None:
-        torch, to = self._torch.module, self._torch.tensor(hidden)
-        gate, up = self._torch.tensor(both).chunk(2, 1)
-        with self._torch.on_current_stream():
-            torch.mul(torch.nn.functional.silu(gate), up, out=to)
-
-    def add(self, rows: Any, weights: Any, out: Any) -> None:
-        torch, to = self._torch.module, self._torch.tensor(out)
-        with self._torch.on_current_stream():
-            factors = torch.as_tensor(weights, device=self._torch.device)
-            groups = self._torch.tensor(rows).view(*factors.shape, to.shape[1])
-            torch.bmm(factors.to(groups.dtype)[:, None], groups, out=to[:, None])
+    by_slot: Any
 
 
 class ExpertsBench(OperatorBench):
-    """What all have in common: tokens and experts are those of all ranks.
+    """What all have in common: tokens and experts are those of all ranks."""
 
-    Parameters
-    ----------
-    routing : str
-        One of `ROUTINGS`.
-    """
-
-    keys = _KEYS
+    within_node = True
     shapes, quick_shapes = SHAPES, QUICK_SHAPES
 
-    def __init__(self, comm: Communicator, *args: Any, routing: str):
-        runtime_of(comm).refuse_nodes(f"the bench of {self.operator}")
-        self._routing = routing
-        super().__init__(comm, *args)
+    def _load(self) -> None:
+        super()._load()
         host = self._comm.target == "host"
-        self._torch = "needs GPUs" if host else self._attempt(TorchMath)
-        self._math = NumpyMath() if host else self._torch
+        self._math = self._attempt(baselines.NumpyExperts if host else baselines.TorchExperts)
 
     def _communication(self) -> Any:
         return baselines.exchange_for(self._comm)
 
-    def measure(self, *shape: int) -> dict[str, Any]:
-        found = super().measure(*shape)
-        compute = found["compute_ms"], found.pop("grouped_ms", "no products")
-        if not any(isinstance(ms, str) for ms in compute):
-            found["compute_ms"] = min(compute)  # the faster library
-        return found
-
-    def _num_experts(self, one: Operands) -> int:
-        return sum(runtime_of(self._comm).agree("how many experts there are", lambda: len(one.w)))
-
-    def _way(self, missing: Any, prepare: Callable[[], Call], sample: Sample) -> Way:
-        """Return a way, unless words say why there is none."""
-        return Way(missing if isinstance(missing, str) else prepare, sample)
-
-    @staticmethod
-    def _rows(out: Any, one: Operands) -> Any:
-        return out[: len(one.rows)]
-
-    def _products(self, rows: Any, w: Any, out: Any, route: Route) -> Any:
-        """Multiply expert by expert, whose numbers of rows the host knows."""
-        borders = zip(route.offsets[:-1], route.offsets[1:], strict=True)
-        for expert, (first, end) in enumerate(borders):
-            if end > first:
-                self._gemm(rows[first:end], w[expert], out[first:end])
-        return out
-
-    def _dispatch(self, route: Route, columns: int) -> Callable[[Operands], Any]:
-        """Return what sends copies of tokens and gives them in the order of the rows."""
-        xp, empty = self._numpy, self._machine.empty
-        sent, order = xp.asarray(route.sent), xp.asarray(route.order)
-        ordered = empty((len(route.sent), columns), self._dtype)
-        arrived, rows = (empty((len(route.order), columns), self._dtype) for _ in range(2))
-
-        def run(one: Operands) -> Any:
-            take(xp, one.x, sent, ordered)
-            self._library(ordered, route.sent_counts, arrived, route.received_counts)
-            take(xp, arrived, order, rows)
-            return rows
-
-        return run
+    def _route(self, tokens: int, experts: int, slots: int) -> Route:
+        return route_for(self._comm, tokens, experts, slots, self._variant["routing"])
 
     def _way_back(self, route: Route, columns: int) -> Callable[[Any, Any, Any], Any]:
         """Return what sends the rows back, and writes their weighted sums for each token."""
+        exchange, math = available(self._library), available(self._math)
         xp, empty = self._numpy, self._machine.empty
         back, returned = xp.asarray(route.back), xp.asarray(route.returned)
         arranged = empty((len(route.back), columns), self._dtype)
@@ -263,9 +93,9 @@ class ExpertsBench(OperatorBench):
 
         def run(rows: Any, weights: Any, out: Any) -> Any:
             take(xp, rows, back, arranged)
-            self._library(arranged, route.received_counts, home, route.sent_counts)
+            exchange(arranged, route.received_counts, home, route.sent_counts)
             take(xp, home, returned, gathered)
-            self._math.add(gathered, weights, out)
+            math.add(gathered, weights, out)
             return out
 
         return run
@@ -283,243 +113,219 @@ class ExpertsBench(OperatorBench):
             sample, expected=reference.Expected(right.value, 8 * right.bound, self._dtype)
         )
 
-    def _products_sample(self, rows: Any, w: Any, out: Any, route: Route) -> Sample:
-        """Return what to look at: rows at the borders of experts too, and some columns."""
-        offsets, every = route.offsets, slice(None)
-        some, columns = self._some(out[: len(rows)], offsets)
+
+class ProductsBench(ExpertsBench):
+    """What those that multiply have in common."""
+
+    def _small(self, ranks: int) -> Shape:
+        return 32 * ranks, 64, 64, 2 * ranks, 1
+
+    def measure(self, *shape: int) -> dict[str, Any]:
+        found = super().measure(*shape)
+        compute = found["compute_ms"], found.pop("grouped_ms", "needs GPUs")
+        if not any(isinstance(ms, str) for ms in compute):
+            found["compute_ms"] = min(compute)  # the faster library
+        return found
+
+    def _ways(self, fused: Any, engine: Any) -> dict[str, Callable[[Sequence[Any]], Work]]:
+        ways = super()._ways(fused, engine)
+        return ways if self._comm.target == "host" else {**ways, "grouped_ms": self._grouped}
+
+    def _compute(self, sets: Sequence[ProductOperands]) -> Work:
+        return lambda one: [self._multiply(*factors, one.route) for factors in one.products][-1]
+
+    def _grouped(self, sets: Sequence[ProductOperands]) -> Work:
+        """Return the same by another library, which multiplies in groups."""
+        multiply = available(self._math).grouped
+        calls = {
+            one: [multiply(rows, w, one.route.offsets) for rows, w, _ in one.products]
+            for one in sets
+        }
+        return lambda one: [call() for call in calls[one]][-1]
+
+    def _multiply(self, rows: Any, w: Any, out: Any, route: Route) -> Any:
+        """Multiply expert by expert, whose numbers of rows the host knows."""
+        borders = zip(route.offsets[:-1], route.offsets[1:], strict=True)
+        for expert, (first, end) in enumerate(borders):
+            if end > first:
+                self._gemm(rows[first:end], w[expert], out[first:end])
+        return out
+
+    def _dispatch(self, route: Route, columns: int) -> Callable[[Any], Any]:
+        """Return what sends copies of tokens and gives them in the order of the rows."""
+        exchange, xp, empty = available(self._library), self._numpy, self._machine.empty
+        sent, order = xp.asarray(route.sent), xp.asarray(route.order)
+        ordered = empty((len(route.sent), columns), self._dtype)
+        arrived, rows = (empty((len(route.order), columns), self._dtype) for _ in range(2))
+
+        def run(x: Any) -> Any:
+            take(xp, x, sent, ordered)
+            exchange(ordered, route.sent_counts, arrived, route.received_counts)
+            take(xp, arrived, order, rows)
+            return rows
+
+        return run
+
+    def _product_sample(self, one: ProductOperands) -> Sample:
+        """Return what to look at of the last product: rows at the borders of experts, too."""
+        (rows, w, out), offsets, every = one.products[-1], one.route.offsets, slice(None)
+        some, columns = self._some(out, offsets)
         owners = np.searchsorted(offsets[1:], self._machine.asnumpy(some), side="right")
-        a, parts = self._picked(rows, some, every), []
+        a = self._picked(rows, some, every)
+        value, bound = (np.empty((len(some), len(columns))) for _ in range(2))
         for expert in np.unique(owners):
-            b = self._picked(w[expert], every, columns)
-            parts.append(reference.allgather_gemm([a[owners == expert]], b))
-        value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))
+            own, b = owners == expert, self._picked(w[expert], every, columns)
+            part = reference.allgather_gemm([a[own]], b)
+            value[own], bound[own] = part.value, part.bound
         return Sample(out, some, columns, reference.Expected(value, bound, self._dtype))
 
-    def _operands(self, tokens: int, h: int, i: int, experts: int, k: int, number: int) -> Operands:
-        """Return random operands; every rank can make the tokens and the experts of all."""
+    def _tokens(self, tokens: int, columns: int, route: Route, number: int) -> tuple[Any, Any]:
+        """Return this rank's tokens, and those of its experts' rows.
+
+        Every rank can make the tokens of all.
+        """
         comm, machine, xp = self._comm, self._machine, self._numpy
         counts, seed = comm.row_counts(tokens), 1_000_000 * (1 + number)
-        ids = choose(tokens, experts, k, self._routing)
-        route = Route(ids, counts, experts, comm.rank)
-        whole = machine.empty((tokens, h), self._dtype)
+        whole = machine.empty((tokens, columns), self._dtype)
         for rank, count in enumerate(counts):
             if count:
                 first = sum(counts[:rank])
-                machine.copy(whole[first : first + count], self._normal(seed + rank, (count, h)))
-        x = comm.empty((counts[comm.rank], h), self._dtype)
+                block = self._normal(seed + rank, (count, columns))
+                machine.copy(whole[first : first + count], block)
+        x = comm.empty((counts[comm.rank], columns), self._dtype)
         machine.copy(x, whole[comm.rows(tokens)])
-        own = comm.rows(experts)
-        w = machine.empty((own.stop - own.start, h, i), self._dtype)
-        for local, expert in enumerate(range(own.start, own.stop)):
-            machine.copy(w[local], self._expert(number, expert, (h, i)))
-        rows = machine.empty((len(route.row_slots), h), self._dtype)
-        take(xp, whole, xp.asarray(route.row_slots // k), rows)
-        return Operands(
-            x,
-            machine.asarray(ids[comm.rows(tokens)], None),
-            w,
-            machine.empty((route.capacity, i), self._dtype),
-            rows,
-            machine.asarray(route.row_experts[:, None], None),
-            route,
-        )
+        rows = machine.empty((len(route.row_slots), columns), self._dtype)
+        take(xp, whole, xp.asarray(route.row_slots // route.ids.shape[1]), rows)
+        return x, rows
 
-    def _expert(self, number: int, expert: int, shape: tuple[int, int], second: int = 0) -> Any:
+    def _experts(self, experts: int, number: int, shape: Shape, second: int = 0) -> Any:
+        """Return the first or the second weights of this rank's experts."""
+        own = self._comm.rows(experts)
+        w = self._machine.empty((own.stop - own.start, *shape), self._dtype)
+        for local, expert in enumerate(range(own.start, own.stop)):
+            self._machine.copy(w[local], self._expert(number, expert, shape, second))
+        return w
+
+    def _expert(self, number: int, expert: int, shape: Shape, second: int) -> Any:
         """Return the first or the second weights of an expert, of any rank."""
         return self._normal(1_000_000 * (1 + number) + 1000 + 2 * expert + second, shape)
 
 
-class MoeDispatchGemmBench(ExpertsBench):
+class MoeDispatchGemmBench(ProductsBench):
     """`moe_dispatch_gemm`."""
 
     operator = "moe_dispatch_gemm"
+    step_type, function = MoeDispatchGemm, moe_dispatch_gemm
 
-    def _small_calls(self) -> dict[str, Callable[[], Any]]:
-        comm, (tokens, h, i, experts, k) = self._comm, _SMALL
-        one = self._operands(comm.size * tokens, h, i, comm.size * experts, k, 0)
-        own, asked = (one.x, one.ids, one.w), {"comm": comm, "capacity": len(one.out)}
-        step = MoeDispatchGemm(*own, **asked)
-        out = one.out, step(*own)[1]
-        return {
-            "class": lambda: step(*own, out=out),
-            "function": lambda: moe_dispatch_gemm(*own, **asked, out=out),
-        }
+    def result(self, returned: Any, one: ProductOperands) -> Any:
+        return returned[0][: len(one.alike[0])]
 
-    @contextlib.contextmanager
-    def _steps(self, one: Operands) -> Iterator[tuple[Any, Any]]:
-        capacity = len(one.out)
-        asked = {"num_experts": self._num_experts(one), "max_tokens": max(one.route.tokens)}
-        with (
-            MoeDispatchGemm(
-                *(one.x, one.ids, one.w), comm=self._comm, capacity=capacity, **asked
-            ) as fused,
-            MoeDispatchGemm(
-                *(one.rows, one.experts, one.w), comm=self._alone, capacity=capacity
-            ) as engine,
-        ):
-            yield fused, engine
+    def _unfused(self, sets: Sequence[ProductOperands]) -> Work:
+        dispatch = self._dispatch(sets[0].route, sets[0].own[0].shape[1])
 
-    def _ways(self, sets: Sequence[Operands], fused: Any, engine: Any) -> dict[str, Way]:
-        one = sets[0]
-        sample = self._products_sample(one.rows, one.w, one.out, one.route)
-        layouts = fused(*self._own(sets[0]))[1], engine(*self._alike(sets[0]))[1]
+        def run(one: ProductOperands) -> Any:
+            ((_, w, out),) = one.products
+            return self._multiply(dispatch(one.own[0]), w, out, one.route)
 
-        def fused_call(one: Operands) -> Any:
-            return self._rows(fused(*self._own(one), out=(one.out, layouts[0]))[0], one)
+        return run
 
-        def engine_call(one: Operands) -> Any:
-            return self._rows(engine(*self._alike(one), out=(one.out, layouts[1]))[0], one)
+    def _samples(self, one: ProductOperands) -> dict[str, Sample]:
+        ways = "compute_ms", "grouped_ms", "engine_ms", "fused_ms", "unfused_ms"
+        return dict.fromkeys(ways, self._product_sample(one))
 
-        runs = {
-            "compute_ms": lambda one: self._multiplied(one.rows, one),
-            "engine_ms": engine_call,
-            "fused_ms": fused_call,
-        }
-        ways = {name: Way(self._in_turn(sets, run), sample) for name, run in runs.items()}
-        return ways | {
-            "grouped_ms": self._way(self._torch, lambda: self._in_groups(sets), sample),
-            "unfused_ms": self._way(self._library, lambda: self._unfused(sets), sample),
-        }
-
-    def _bytes_in(self, one: Operands, shape: Shape) -> int:
+    def _bytes_in(self, one: ProductOperands, shape: Shape) -> int:
         return max(one.route.landing) * shape[1] * self._dtype.itemsize
 
-    @staticmethod
-    def _own(one: Operands) -> tuple[Any, Any, Any]:
-        return one.x, one.ids, one.w
+    def operands(
+        self, tokens: int, h: int, i: int, experts: int, k: int, number: int
+    ) -> ProductOperands:
+        comm, machine, dtype = self._comm, self._machine, self._dtype
+        route = self._route(tokens, experts, k)
+        x, rows = self._tokens(tokens, h, route, number)
+        w, out = self._experts(experts, number, (h, i)), machine.empty((route.capacity, i), dtype)
+        return ProductOperands(
+            own=(x, machine.asarray(route.ids, None), w),
+            out=(out, layout_of(comm, route.ids, route.asked, dtype)),
+            asked=route.asked,
+            alike=(rows, machine.asarray(route.row_experts, None), w),
+            made=(out, layout_of(self._alone, route.row_experts, route.asked_alone, dtype)),
+            asked_alone=route.asked_alone,
+            route=route,
+            products=[(rows, w, out[: len(rows)])],
+        )
 
-    @staticmethod
-    def _alike(one: Operands) -> tuple[Any, Any, Any]:
-        return one.rows, one.experts, one.w
 
-    def _multiplied(self, rows: Any, one: Operands) -> Any:
-        return self._products(rows, one.w, self._rows(one.out, one), one.route)
-
-    def _in_groups(self, sets: Sequence[Operands]) -> Call:
-        calls = [self._torch.grouped(one.rows, one.w, one.route.offsets) for one in sets]
-        return lambda number: calls[number % len(calls)]()
-
-    def _unfused(self, sets: Sequence[Operands]) -> Call:
-        dispatch = self._dispatch(sets[0].route, sets[0].x.shape[1])
-        return self._in_turn(sets, lambda one: self._multiplied(dispatch(one), one))()
-
-
-class MoeLayerBench(ExpertsBench):
+class MoeLayerBench(ProductsBench):
     """`moe_layer` with swiglu, whose results have as many columns as its tokens."""
 
     operator = "moe_layer"
+    step_type, function = MoeLayer, moe_layer
 
-    def _small_calls(self) -> dict[str, Callable[[], Any]]:
-        comm, (tokens, h, i, experts, k) = self._comm, _SMALL
-        one = self._operands(comm.size * tokens, h, i, comm.size * experts, k, 0)
-        own, out = self._own(one), one.layer.out
-        asked = {"comm": comm, "capacity": len(one.out)}
-        step = MoeLayer(*own, **asked)
-        return {
-            "class": lambda: step(*own, out=out),
-            "function": lambda: moe_layer(*own, **asked, out=out),
-        }
+    def _unfused(self, sets: Sequence[ProductOperands]) -> Work:
+        like, math = sets[0], available(self._math)
+        dispatch, bring_back = (
+            make(like.route, like.out.shape[1]) for make in (self._dispatch, self._way_back)
+        )
+        hidden = self._machine.empty(like.products[1][0].shape, self._dtype)
 
-    @contextlib.contextmanager
-    def _steps(self, one: Operands) -> Iterator[tuple[Any, Any]]:
-        capacity = len(one.out)
-        asked = {"num_experts": self._num_experts(one), "max_tokens": max(one.route.tokens)}
-        with (
-            MoeLayer(*self._own(one), comm=self._comm, capacity=capacity, **asked) as fused,
-            MoeLayer(*self._alike(one), comm=self._alone, capacity=capacity) as engine,
-        ):
-            yield fused, engine
+        def run(one: ProductOperands) -> Any:
+            x, _, weights, w1, w2 = one.own
+            both, made = (out for _, _, out in one.products)
+            self._multiply(dispatch(x), w1, both, one.route)
+            math.gate(both, hidden)
+            self._multiply(hidden, w2, made, one.route)
+            return bring_back(made, weights, one.out)
 
-    def _ways(self, sets: Sequence[Operands], fused: Any, engine: Any) -> dict[str, Way]:
-        first, layer = sets[0], sets[0].layer
-        products = self._products_sample(layer.hidden, layer.w2, layer.made, first.route)
-        alone, summed, roughly = self._samples(first)
-        missing = next((x for x in (self._library, self._math) if isinstance(x, str)), None)
-        runs = {
-            "compute_ms": (self._two_products, products),
-            "engine_ms": (lambda one: engine(*self._alike(one), out=one.layer.made), alone),
-            "fused_ms": (lambda one: fused(*self._own(one), out=one.layer.out), summed),
-        }
-        ways = {name: Way(self._in_turn(sets, run), sample) for name, (run, sample) in runs.items()}
-        return ways | {
-            "grouped_ms": self._way(self._torch, lambda: self._in_groups(sets), products),
-            "unfused_ms": self._way(missing, lambda: self._unfused(sets), roughly),
-        }
+        return run
 
-    def _bytes_in(self, one: Operands, shape: Shape) -> int:
+    def _bytes_in(self, one: ProductOperands, shape: Shape) -> int:
         both = zip(one.route.landing, one.route.returning, strict=True)
         return max(map(sum, both)) * shape[1] * self._dtype.itemsize
 
-    @staticmethod
-    def _own(one: Operands) -> tuple[Any, ...]:
-        return one.x, one.ids, one.layer.weights, one.w, one.layer.w2
-
-    @staticmethod
-    def _alike(one: Operands) -> tuple[Any, ...]:
-        return one.rows, one.experts, one.layer.ones, one.w, one.layer.w2
-
-    def _two_products(self, one: Operands) -> Any:
-        """Multiply twice, the second time something else than the activation of the first."""
-        layer = one.layer
-        self._products(one.rows, one.w, self._rows(one.out, one), one.route)
-        return self._products(layer.hidden, layer.w2, layer.made, one.route)
-
-    def _in_groups(self, sets: Sequence[Operands]) -> Call:
-        calls = []
-        for one in sets:
-            factors = (one.rows, one.w), (one.layer.hidden, one.layer.w2)
-            calls.append([self._torch.grouped(*pair, one.route.offsets) for pair in factors])
-
-        def call(number: int) -> Any:
-            first, second = calls[number % len(calls)]
-            first()
-            return second()
-
-        return call
-
-    def _unfused(self, sets: Sequence[Operands]) -> Call:
-        route, columns = sets[0].route, sets[0].x.shape[1]
-        dispatch, bring_back = self._dispatch(route, columns), self._way_back(route, columns)
-        hidden = self._machine.empty(sets[0].layer.hidden.shape, self._dtype)
-
-        def run(one: Operands) -> Any:
-            layer = one.layer
-            both = self._products(dispatch(one), one.w, self._rows(one.out, one), route)
-            self._math.gate(both, hidden)
-            self._products(hidden, layer.w2, layer.made, route)
-            return bring_back(layer.made, layer.weights, layer.out)
-
-        return self._in_turn(sets, run)()
-
-    def _operands(self, tokens: int, h: int, i: int, experts: int, k: int, number: int) -> Operands:
-        """Return random operands; every rank can make the tokens and the experts of all."""
-        one = super()._operands(tokens, h, 2 * i, experts, k, number)
-        machine, rows, seed = self._machine, len(one.rows), 1_000_000 * (1 + number) + 900
-        wide = reference.accumulator_dtype(self._dtype)
-        w2 = machine.empty((len(one.w), i, h), self._dtype)
-        first = self._comm.rows(experts).start
-        for local in range(len(w2)):
-            machine.copy(w2[local], self._expert(number, first + local, (i, h), 1))
-        layer = LayerOperands(
-            self._weights(one.ids.shape, seed),
-            machine.asarray(np.ones((rows, 1), wide), None),
-            w2,
-            self._normal(seed + self._comm.rank, (rows, i)),
-            machine.empty((rows, h), self._dtype),
-            machine.empty(one.x.shape, self._dtype),
+    def operands(
+        self, tokens: int, h: int, i: int, experts: int, k: int, number: int
+    ) -> ProductOperands:
+        machine, dtype, seed = self._machine, self._dtype, 1_000_000 * (1 + number) + 900
+        route = self._route(tokens, experts, k)
+        x, rows = self._tokens(tokens, h, route, number)
+        w1 = self._experts(experts, number, (h, 2 * i))
+        w2 = self._experts(experts, number, (i, h), 1)
+        ones = np.ones(route.row_experts.shape, reference.accumulator_dtype(dtype))
+        # What libraries multiply next is something else than the activation of the first product.
+        hidden = self._normal(seed + self._comm.rank, (len(rows), i))
+        both, made = (machine.empty((len(rows), n), dtype) for n in (2 * i, h))
+        weights = self._weights(route.ids.shape, seed)
+        return ProductOperands(
+            own=(x, machine.asarray(route.ids, None), weights, w1, w2),
+            out=machine.empty(x.shape, dtype),
+            asked=route.asked,
+            alike=(
+                *(rows, machine.asarray(route.row_experts, None), machine.asarray(ones, None)),
+                *(w1, w2),
+            ),
+            made=made,
+            asked_alone=route.asked_alone,
+            route=route,
+            products=[(rows, w1, both), (hidden, w2, made)],
         )
-        return replace(one, layer=layer)
 
-    def _samples(self, one: Operands) -> tuple[Sample, Sample, Sample]:
+    def _samples(self, one: ProductOperands) -> dict[str, Sample]:
         """Return what to look at of this rank's experts, of the sums, and of those of libraries."""
-        layer, first = one.layer, self._comm.rows(one.route.experts).start
-        own = self._layer_sample(one, one.rows, one.experts + first, layer.ones, layer.made, None)
-        rank = self._comm.rank
-        sums = self._layer_sample(one, one.x, one.ids, layer.weights, layer.out, rank)
-        return own, sums, self._roughly(sums)
+        product, comm = self._product_sample(one), self._comm
+        first = comm.rows(one.route.asked["num_experts"]).start
+        rows, experts, ones, *_ = one.alike
+        alone = self._layer_sample(one, rows, experts + first, ones, one.made, None)
+        sums = self._layer_sample(one, *one.own[:3], one.out, comm.rank)
+        return {
+            "compute_ms": product,
+            "grouped_ms": product,
+            "engine_ms": alone,
+            "fused_ms": sums,
+            "unfused_ms": self._roughly(sums),
+        }
 
     def _layer_sample(
-        self, one: Operands, x: Any, ids: Any, weights: Any, out: Any, rank: int | None
+        self, one: ProductOperands, x: Any, ids: Any, weights: Any, out: Any, rank: int | None
     ) -> Sample:
         """Return the sums of the first and the last token; without a rank, as one alone has them.
 
@@ -529,7 +335,7 @@ class MoeLayerBench(ExpertsBench):
         rows = self._numpy.asarray(np.unique([0, len(out) - 1])[: len(out)])
         _, columns = self._some(out, [])
         chosen = self._machine.asnumpy(ids[rows])
-        ends = np.cumsum(array_split_counts(one.route.experts, ranks))
+        ends = np.cumsum(array_split_counts(one.route.asked["num_experts"], ranks))
         owners = np.searchsorted(ends, chosen, side="right")
         lists = [np.unique(chosen[owners == r]).tolist() for r in range(ranks)]
         most = max(1, *map(len, lists))
@@ -537,7 +343,7 @@ class MoeLayerBench(ExpertsBench):
         for r, experts in enumerate(lists):
             for place, expert in enumerate(experts):
                 named[chosen == expert] = r * most + place
-        shapes = (x.shape[1], 2 * one.layer.w2.shape[1]), one.layer.w2.shape[1:]
+        shapes = [w.shape[1:] for _, w, _ in one.products]
         factors = [
             [self._factors(experts, most, shape, second) for experts in lists]
             for second, shape in enumerate(shapes)
@@ -552,9 +358,7 @@ class MoeLayerBench(ExpertsBench):
         )
         return Sample(out, rows, columns, expected)
 
-    def _factors(
-        self, experts: list[int], most: int, shape: tuple[int, int], second: int
-    ) -> np.ndarray:
+    def _factors(self, experts: list[int], most: int, shape: Shape, second: int) -> np.ndarray:
         """Return weights of some experts of the first set, and zeros for more."""
         found = np.zeros((most, *shape), self._dtype)
         for place, expert in enumerate(experts):
@@ -562,27 +366,81 @@ class MoeLayerBench(ExpertsBench):
         return found
 
 
-def layout_of(
-    comm: Communicator,
-    ids: np.ndarray,
-    experts: int,
-    max_tokens: int,
-    capacity: int,
-    dtype: np.dtype,
-) -> DispatchLayout:
-    """Return the layout of a dispatch that leaves nothing to multiply. Collective."""
-    machine, here = runtime_of(comm).machine, comm.row_counts(experts)[comm.rank]
-    x, w = (machine.empty(shape, dtype) for shape in ((len(ids), 1), (here, 1, 1)))
-    for array in (x, w):
-        machine.zero(array)
-    operands = x, machine.asarray(ids, None), w
-    asked = {"num_experts": experts, "max_tokens": max_tokens, "capacity": capacity}
-    with MoeDispatchGemm(*operands, comm=comm, **asked) as step:
-        return step(*operands)[1]
+class MoeCombineBench(ExpertsBench):
+    """`moe_combine`; N is the columns of a row."""
 
+    operator = "moe_combine"
+    step_type, function = MoeCombine, moe_combine
+    choices = "movers", "chunk_bytes"
+    shapes, quick_shapes = COMBINE_SHAPES, QUICK_COMBINE_SHAPES
 
-def take(xp: Any, rows: Any, index: Any, to: Any) -> None:
-    """Copy some rows, in the longest words that they consist of."""
-    length = rows.shape[1] * rows.itemsize
-    word = next(name for name in ("c16", "u8", "u4", "u2") if length % np.dtype(name).itemsize == 0)
-    xp.take(rows.view(word), index, axis=0, out=to.view(word))
+    def _small(self, ranks: int) -> Shape:
+        return 32 * ranks, 64, 2 * ranks, 1
+
+    def _compute(self, sets: Sequence[SumOperands]) -> Work:
+        math = available(self._math)
+
+        def run(one: SumOperands) -> Any:
+            math.add(one.by_slot, one.own[1], one.out)
+            return one.out
+
+        return run
+
+    def _unfused(self, sets: Sequence[SumOperands]) -> Work:
+        bring_back = self._way_back(sets[0].route, sets[0].out.shape[1])
+        return lambda one: bring_back(*one.own[:2], one.out)
+
+    def _bytes_in(self, one: SumOperands, shape: Shape) -> int:
+        return max(one.route.returning) * shape[1] * self._dtype.itemsize
+
+    def operands(self, tokens: int, n: int, experts: int, k: int, number: int) -> SumOperands:
+        """Return random operands; every rank can make the rows of all tokens."""
+        comm, machine, xp = self._comm, self._machine, self._numpy
+        counts, seed = comm.row_counts(tokens), 1_000_000 * (1 + number)
+        route = self._route(tokens, experts, k)
+        arrived = machine.empty((len(route.row_slots), n), self._dtype)
+        ends = np.cumsum(route.received_counts)
+        for rank, (count, end) in enumerate(zip(counts, ends, strict=True)):
+            block = self._normal(seed + rank, (count * k, n))
+            if rank == comm.rank:
+                made = block
+            there = slice(end - route.received_counts[rank], end)
+            slots = route.row_slots[route.back][there] - sum(counts[:rank]) * k
+            take(xp, block, xp.asarray(slots), arrived[there])
+        rows, by_expert = (machine.empty(x.shape, self._dtype) for x in (arrived, made))
+        take(xp, arrived, xp.asarray(route.order), rows)
+        take(xp, made, xp.asarray(np.argsort(route.returned)), by_expert)
+        ids, weights = route.ids, self._weights(route.ids.shape, seed)
+        asked_alone = {"num_experts": experts, "max_tokens": len(ids), "capacity": ids.size}
+        out = machine.empty((len(ids), n), self._dtype)
+        return SumOperands(
+            own=(rows, weights, layout_of(comm, ids, route.asked, self._dtype)),
+            out=out,
+            alike=(by_expert, weights, layout_of(self._alone, ids, asked_alone, self._dtype)),
+            made=out,
+            route=route,
+            by_slot=made,
+        )
+
+    def _samples(self, one: SumOperands) -> dict[str, Sample]:
+        route, (rows, columns) = one.route, self._some(one.out, [])
+        tokens, k = self._machine.asnumpy(rows), route.ids.shape[1]
+        experts = route.asked["num_experts"]
+        ids, weights = route.ids[tokens], self._machine.asnumpy(one.own[1])[tokens]
+        slots = (tokens[:, None] * k + np.arange(k)).ravel()
+        made = self._picked(one.by_slot, self._numpy.asarray(slots), columns)
+        samples = []
+        for ranks, here in ((1, 0), (self._comm.size, self._comm.rank)):
+            chosen = [ids if rank == here else ids[:0] for rank in range(ranks)]
+            parts = (reference.moe_routing(chosen, r, experts) for r in range(ranks))
+            blocks = [made[part.source_token * k + part.source_slot] for part in parts]
+            sums = reference.moe_combine(blocks, chosen, weights, here, experts)
+            samples.append(Sample(one.out, rows, columns, sums))
+        alone, summed = samples
+        roughly = self._roughly(summed)
+        return {
+            "compute_ms": roughly,
+            "engine_ms": alone,
+            "fused_ms": summed,
+            "unfused_ms": roughly,
+        }

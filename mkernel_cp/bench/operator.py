@@ -4,7 +4,7 @@ import abc
 import contextlib
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,17 +13,20 @@ import numpy as np
 from .. import reference
 from ..communicator import Communicator, runtime_of
 from ..errors import Error
+from ..plan import Options
 from . import baselines, timing
-from .baselines import Operands
-from .data import normal
+from .baselines import available
+from .data import SETS, Operands, normal
 from .link import link_rate, network_rate
 from .timing import Call
 
-_SETS = 3  # of operands, used in turn: what the call before has left in a cache is of no use
 _SAMPLE = 64, 256  # rows and columns whose results are compared
 
 Shape = tuple[int, ...]
-"""Extents as records have them, in the order of `OperatorBench.keys`."""
+"""Extents as records have them, in the order of `records.SHAPE_KEYS`."""
+
+Work = Callable[[Any], Any]
+"""Does some work with one set of operands; gives its result."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,23 +45,44 @@ class Sample:
     expected: reference.Expected
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to do the work, or a part of it: what makes the call, or why there is none."""
-
-    prepare: Callable[[], Call] | str
-    sample: Sample
+@contextlib.contextmanager
+def measuring(comm: Communicator) -> Iterator[tuple[Communicator, Any, timing.Gate]]:
+    """Give what a measurement needs: a communicator of this rank alone, a clock and a gate."""
+    clock, part = timing.clock_for(comm), comm.mpi.Split(comm.rank)
+    with (
+        clock.stream(),
+        Communicator(part, target=comm.target, device=clock.device(), nodes=1) as alone,
+        contextlib.closing(timing.Gate(comm)) as gate,
+    ):
+        yield alone, clock, gate
+    part.Free()
 
 
 class OperatorBench(abc.ABC):
-    """What all shapes of one run share. Collective, like its calls; use `opened` to make one.
+    """What all shapes of one run share. Collective, like its calls; `opened` makes one to measure.
+
+    Parameters
+    ----------
+    comm : Communicator
+        Of processes.
+    alone : Communicator
+        Of this one.
+    dtype : numpy.dtype
+        Of operands.
+    variant : dict
+        What else is asked for, by `records.VARIANT_KEYS`.
 
     Attributes
     ----------
     operator : str
         What is measured.
-    keys : tuple of str
-        What records call the extents of a shape.
+    step_type : type
+        The operator's class.
+    function : callable
+    choices : tuple of str
+        What `tune` looks for in its plans.
+    within_node : bool
+        Whether it is measured beside others within one node only so far.
     shapes, quick_shapes : dict
         By target, what is measured if nothing else is asked for.
     link_rate, network_rate : float
@@ -67,7 +91,10 @@ class OperatorBench(abc.ABC):
     """
 
     operator: ClassVar[str]
-    keys: ClassVar[tuple[str, ...]] = ("M", "K", "N")
+    step_type: ClassVar[type]
+    function: ClassVar[Callable[..., Any]]
+    choices: ClassVar[tuple[str, ...]] = ("tile", "movers", "chunk_bytes")
+    within_node: ClassVar[bool] = False
     shapes: ClassVar[dict[str, tuple[Shape, ...]]]
     quick_shapes: ClassVar[dict[str, tuple[Shape, ...]]]
 
@@ -75,41 +102,43 @@ class OperatorBench(abc.ABC):
         self,
         comm: Communicator,
         alone: Communicator,
-        clock: Any,
-        gate: timing.Gate,
         dtype: np.dtype,
+        variant: Mapping[str, Any],
     ):
-        self._comm, self._alone, self._clock, self._gate = comm, alone, clock, gate
-        self._machine, self._dtype = runtime_of(comm).machine, dtype
+        self._comm, self._alone, self._machine = comm, alone, runtime_of(comm).machine
+        self._dtype, self._variant = dtype, variant
         self._bits = np.dtype(f"u{dtype.itemsize}")
         self._numpy = np if comm.target == "host" else importlib.import_module("cupy")
-        self.link_rate, self.network_rate = link_rate(comm, clock, gate), network_rate(comm)
-        # Before libraries start threads of their own in this process.
-        self._host_us = {
-            name: timing.host_us(comm, clock, call) for name, call in self._small_calls().items()
-        }
-        self._gemm = baselines.gemm_for(comm)
-        self._library = self._attempt(self._communication)
-        self._rivals = {rival.name: self._meet(rival) for rival in baselines.RIVALS}
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, comm: Communicator, dtype: np.dtype, **asked: Any) -> Iterator["OperatorBench"]:
-        """Give the benchmark of a communicator of processes, for operands of one dtype."""
+    def opened(
+        cls, comm: Communicator, dtype: np.dtype, variant: Mapping[str, Any]
+    ) -> Iterator["OperatorBench"]:
+        """Give a benchmark with its libraries and rivals."""
+        if cls.within_node:
+            runtime_of(comm).refuse_nodes(f"the bench of {cls.operator}")
         baselines.without_multicast()
-        clock = timing.clock_for(comm)
-        part = comm.mpi.Split(comm.rank)
-        with (
-            clock.stream(),
-            Communicator(part, target=comm.target, device=clock.device(), nodes=1) as alone,
-            contextlib.closing(timing.Gate(comm)) as gate,
-        ):
-            self = cls(comm, alone, clock, gate, dtype, **asked)
+        with measuring(comm) as (alone, clock, gate):
+            self = cls(comm, alone, dtype, variant)
+            self._clock, self._gate = clock, gate
+            self.link_rate, self.network_rate = link_rate(comm, clock, gate), network_rate(comm)
+            # Before libraries start threads of their own in this process.
+            self._host_us = {
+                name: timing.host_us(comm, clock, call)
+                for name, call in self._small_calls().items()
+            }
+            self._load()
             yield self
             for rival in self._rivals.values():
                 if not isinstance(rival, str):
                     rival.close()
-        part.Free()
+
+    def _load(self) -> None:
+        """Load libraries and rivals, or say why there is none."""
+        self._gemm = baselines.gemm_for(self._comm)
+        self._library = self._attempt(self._communication)
+        self._rivals = {rival.name: self._meet(rival) for rival in baselines.RIVALS}
 
     def _meet(self, rival: Any) -> Any:
         """Return a rival, or why there is none."""
@@ -128,32 +157,64 @@ class OperatorBench(abc.ABC):
     # --- what an operator says --------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _small_calls(self) -> dict[str, Callable[[], Any]]:
-        """Return calls of a small shape, of the class and of the function, with ``out=``."""
+    def _small(self, ranks: int) -> Shape:
+        """Return a shape whose calls take the device less than the host."""
 
     @abc.abstractmethod
     def _communication(self) -> Any:
         """Return the part of a library that moves the data of the unfused way. Collective."""
 
     @abc.abstractmethod
-    def _operands(self, *shape_and_number: int) -> Operands:
+    def operands(self, *shape_and_number: int) -> Operands:
         """Return a set of random operands, of a shape and with a number of its own."""
 
     @abc.abstractmethod
-    def _steps(self, one: Operands) -> contextlib.AbstractContextManager:
-        """Give the operator planned for all ranks, and for this one alone."""
+    def _compute(self, sets: Sequence[Any]) -> Work:
+        """Return what a library does of one rank's work; Error if it is not there."""
 
     @abc.abstractmethod
-    def _ways(self, sets: Sequence[Operands], fused: Any, engine: Any) -> dict[str, Way]:
-        """Return the ways to do the work, less the rivals', by what records call their time."""
-
-    def _rivals_sample(self, ways: dict[str, Way]) -> Sample:
-        """Return what a rival's result should be."""
-        return ways["fused_ms"].sample
+    def _unfused(self, sets: Sequence[Any]) -> Work:
+        """Return the whole work by libraries, one after the other; Error if one is not there."""
 
     @abc.abstractmethod
-    def _bytes_in(self, one: Operands, shape: Shape) -> int:
+    def _samples(self, one: Any) -> dict[str, Sample]:
+        """Return what results of a set should be, by what records call the times of all ways.
+
+        Those of rivals are as that of 'unfused_ms'.
+        """
+
+    @abc.abstractmethod
+    def _bytes_in(self, one: Any, shape: Shape) -> int:
         """Return the bytes that must come to the rank that gets most."""
+
+    def result(self, returned: Any, one: Any) -> Any:
+        """Return the matrix that is compared, of what the operator returns or gets as ``out=``."""
+        return returned
+
+    # --- its calls --------------------------------------------------------------------------------
+
+    def _small_calls(self) -> dict[str, Callable[[], Any]]:
+        """Return calls of a small shape, of the class and of the function, with ``out=``."""
+        comm, function = self._comm, type(self).function
+        one = self.operands(*self._small(comm.size), 0)
+        step = self.planned(one)
+        return {
+            "class": lambda: step(*one.own, out=one.out),
+            "function": lambda: function(*one.own, comm=comm, out=one.out, **one.asked),
+        }
+
+    def planned(self, one: Operands, options: Options | None = None) -> Any:
+        """Return the operator, planned for such operands: a context manager."""
+        return self.step_type(*one.own, comm=self._comm, options=options, **one.asked)
+
+    def _ways(self, fused: Any, engine: Any) -> dict[str, Callable[[Sequence[Any]], Work]]:
+        """Return what makes the ways to do the work, but for the rivals'."""
+        return {
+            "compute_ms": self._compute,
+            "engine_ms": lambda _: lambda one: self.result(engine(*one.alike, out=one.made), one),
+            "fused_ms": lambda _: lambda one: self.result(fused(*one.own, out=one.out), one),
+            "unfused_ms": self._unfused,
+        }
 
     # --- a shape ----------------------------------------------------------------------------------
 
@@ -173,24 +234,26 @@ class OperatorBench(abc.ABC):
             gc.collect()  # so that the next shape finds room
 
     def _measure(self, shape: Shape) -> dict[str, Any]:
-        sets = [self._operands(*shape, number) for number in range(_SETS)]
-        with self._steps(sets[0]) as (fused, engine):
-            ways = self._ways(sets, fused, engine)
-            sample = self._rivals_sample(ways)
-            ways |= {
-                name: Way(rival if isinstance(rival, str) else self._prepared(rival, sets), sample)
-                for name, rival in self._rivals.items()
+        sets = [self.operands(*shape, number) for number in range(SETS)]
+        first = sets[0]
+        with (
+            self.planned(first) as fused,
+            self.step_type(*first.alike, comm=self._alone, **first.asked_alone) as engine,
+        ):
+            samples = self._samples(first)
+            samples |= dict.fromkeys(self._rivals, samples["unfused_ms"])
+            makers = {
+                **{name: self._in_turn(way) for name, way in self._ways(fused, engine).items()},
+                **{name: self._prepared(rival) for name, rival in self._rivals.items()},
             }
             found = {
-                name: way.prepare
-                if isinstance(way.prepare, str)
-                else self._attempt(lambda w=way: self._checked(w.prepare(), w.sample))
-                for name, way in ways.items()
+                name: self._attempt(lambda m=make, s=samples[name]: self._checked(m(sets), s))
+                for name, make in makers.items()
             }
             calls = {name: call for name, call in found.items() if not isinstance(call, str)}
             found |= timing.interleaved_ms(self._comm, self._clock, self._gate, calls)
             plan = fused.plan.to_json()
-            bytes_in, bytes_out = self._bytes_in(sets[0], shape), 0
+            bytes_in, bytes_out = self._bytes_in(first, shape), 0
             if self._comm.num_nodes > 1:
                 both = fused.plan.bytes_from_peers, fused.plan.bytes_to_network
                 crossing = runtime_of(self._comm).agree("what crosses links", lambda: both)
@@ -206,12 +269,17 @@ class OperatorBench(abc.ABC):
         }
 
     @staticmethod
-    def _in_turn(sets: Sequence[Operands], run: Callable[[Operands], Any]) -> Callable[[], Call]:
+    def _in_turn(way: Callable[[Sequence[Any]], Work]) -> Callable[[Sequence[Any]], Call]:
         """Return what makes the call that runs one set after the other."""
-        return lambda: lambda number: run(sets[number % len(sets)])
 
-    def _prepared(self, rival: Any, sets: Sequence[Operands]) -> Callable[[], Call]:
-        return lambda: rival.prepare(self.operator, sets)
+        def make(sets: Sequence[Any]) -> Call:
+            run = way(sets)
+            return lambda number: run(sets[number % len(sets)])
+
+        return make
+
+    def _prepared(self, rival: Any) -> Callable[[Sequence[Any]], Call]:
+        return lambda sets: available(rival).prepare(self.operator, sets)
 
     def _told(self, name: str, shape: Shape, found: Any) -> Any:
         """Return a rival's time, or why there is none and what it was in an earlier run."""
@@ -221,7 +289,7 @@ class OperatorBench(abc.ABC):
 
     # --- operands and results ---------------------------------------------------------------------
 
-    def _normal(self, seed: int, shape: tuple[int, int]) -> Any:
+    def _normal(self, seed: int, shape: Shape) -> Any:
         return normal(self._numpy, self._dtype, seed, shape)
 
     def _some(self, out: Any, borders: Sequence[int]) -> tuple[Any, Any]:

@@ -22,19 +22,30 @@ RESULTS = Path(__file__).parent / "results"
 """Where the package's own results lie, one file per operator."""
 
 KEYS = (
-    *("operator", "shape", "dtype", "routing", "world", "nodes", "target", "engine", "card"),
+    *("operator", "shape", "dtype", "variant", "world", "nodes", "target", "engine", "card"),
     *("compute_ms", "transfer_ms", "network_ms", "engine_ms", "unfused_ms", "fused_ms", "floor_ms"),
     *("efficiency", "host_us", "rivals", "plan", "versions"),
 )
-_SHAPE_KEYS = {
+SHAPE_KEYS = {
     **dict.fromkeys(("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"), ("M", "K", "N")),
     **dict.fromkeys(("moe_dispatch_gemm", "moe_layer"), ("tokens", "H", "I", "E", "k")),
     "moe_combine": ("tokens", "N", "E", "k"),
+    "ring_attention": ("S", "B", "Hq", "Hkv", "D"),
 }
+"""What records call the extents of a shape."""
+
+VARIANT_KEYS = {
+    **dict.fromkeys(SHAPE_KEYS, ()),
+    **dict.fromkeys(("moe_dispatch_gemm", "moe_combine", "moe_layer"), ("routing",)),
+    "ring_attention": ("causal", "layout"),
+}
+"""What else is asked for: arguments of the command line, by their names there."""
+
 _HOST_KEYS = ("class", "function")
 _ALWAYS_MEASURED = ("compute_ms", "engine_ms", "fused_ms")
 _FLOOR = ("compute_ms", "transfer_ms", "network_ms")
 _MEASURED = (*_ALWAYS_MEASURED, *_FLOOR[1:], "unfused_ms", "host_us", "rivals")
+_ONCE_LEFT_OUT = ("engine", "host_us", "plan", "versions")  # None in records of an older bench
 
 
 def make_record(
@@ -42,8 +53,8 @@ def make_record(
     operator: str,
     shape: Mapping[str, int],
     dtype: str,
+    variant: Mapping[str, Any],
     repeats: Sequence[Mapping[str, Any]],
-    routing: str | None = None,
 ) -> dict[str, Any]:
     """Return the record of a case that was measured several times: medians.
 
@@ -55,7 +66,8 @@ def make_record(
     found = {field: _median([one[field] for one in repeats]) for field in _MEASURED}
     for field in _ALWAYS_MEASURED:
         if isinstance(found[field], str):
-            raise Error(f"{operator} {_extents(shape)} {dtype} has no {field}: {found[field]}")
+            case = title(operator, shape, dtype, variant)
+            raise Error(f"{case} has no {field}: {found[field]}")
     plan = repeats[0]["plan"]
     floor = max(found[part] for part in _FLOOR)
     fields = {
@@ -63,7 +75,7 @@ def make_record(
         "operator": operator,
         "shape": dict(shape),
         "dtype": dtype,
-        "routing": routing,
+        "variant": dict(variant),
         "world": comm.size,
         "nodes": comm.num_nodes,
         "target": comm.target,
@@ -113,12 +125,15 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"record has the keys {list(record)}, expected {list(KEYS)}")
     operator = record["operator"]
     checks = {
-        "operator": lambda value: value in _SHAPE_KEYS,
+        "operator": lambda value: value in SHAPE_KEYS,
         "shape": lambda value: (
-            tuple(value) == _SHAPE_KEYS[operator] and all(_is_count(n) for n in value.values())
+            tuple(value) == SHAPE_KEYS[operator] and all(_is_count(n) for n in value.values())
         ),
         "dtype": lambda value: value in [dtype.name for dtype in DTYPES],
-        "routing": lambda value: value is None or _is_text(value),
+        "variant": lambda value: (
+            tuple(value) == VARIANT_KEYS[operator]
+            and all(_is_text(one) or isinstance(one, bool) for one in value.values())
+        ),
         "world": _is_count,
         "nodes": _is_count,
         "target": lambda value: value in ("cuda", "host"),
@@ -142,7 +157,8 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
         ),
     }
     for key, is_right in checks.items():
-        if not is_right(record[key]):
+        left_out = record[key] is None and key in _ONCE_LEFT_OUT
+        if not left_out and not is_right(record[key]):
             raise ValueError(f"record of {operator}: {key} is {record[key]!r}")
     return record
 
@@ -181,23 +197,47 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 _COLUMNS = ("compute", "transfer", "network", "floor", "engine", "unfused", "fused")
 
 
-def headings(rivals: Sequence[str]) -> str:
-    """Return the first line of a table; times are in ms, but the host's in microseconds."""
-    return _line("operator, shape, dtype", [*_COLUMNS, "efficiency", "host us", *rivals])
+class Table:
+    """Lines whose columns are in line; times are in ms, but the host's in microseconds.
+
+    Parameters
+    ----------
+    titles : sequence of str
+        Of all records that will come.
+    rivals : sequence of str
+
+    Attributes
+    ----------
+    headings : str
+        The first line.
+    """
+
+    def __init__(self, titles: Sequence[str], rivals: Sequence[str]):
+        first, *others = "operator, shape, dtype", *_COLUMNS, "efficiency", "host us", *rivals
+        self._widths = [max(map(len, (first, *titles))), *(max(10, len(x)) for x in others)]
+        self.headings = self._line(first, others)
+
+    def line(self, record: Mapping[str, Any]) -> str:
+        """Return the line of a record; a dash stands for words, and for what it leaves out."""
+        host = record["host_us"]
+        cells = [
+            *(_cell(record[f"{name}_ms"], ".4g") for name in _COLUMNS),
+            _cell(record["efficiency"], ".3f"),
+            _cell(host and host["class"], ".1f"),
+            *(_cell(found, ".4g") for found in record["rivals"].values()),
+        ]
+        return self._line(title(*(record[key] for key in KEYS[:4])), cells)
+
+    def _line(self, first: str, others: Sequence[str]) -> str:
+        width, *widths = self._widths
+        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths, strict=True))
+        return "  ".join((f"{first:<{width}}", *cells))
 
 
-def line(record: Mapping[str, Any]) -> str:
-    """Return the line of a record; a dash stands for words."""
-    routing = f" {record['routing']}" if record["routing"] else ""
-    title = f"{record['operator']} {_extents(record['shape'])} {record['dtype']}{routing}"
-    times = [record[f"{name}_ms"] for name in _COLUMNS]
-    cells = [
-        *map(_ms, times),
-        f"{record['efficiency']:.3f}",
-        f"{record['host_us']['class']:.1f}",
-        *map(_ms, record["rivals"].values()),
-    ]
-    return _line(title, cells)
+def title(operator: str, shape: Mapping[str, int], dtype: str, variant: Mapping[str, Any]) -> str:
+    """Return what a case is called."""
+    words = [name if value is True else value for name, value in variant.items() if value]
+    return " ".join((operator, _extents(shape), dtype, *words))
 
 
 def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -215,12 +255,8 @@ def _extents(shape: Mapping[str, int]) -> str:
     return " x ".join(map(str, shape.values()))
 
 
-def _ms(value: float | str) -> str:
-    return "-" if isinstance(value, str) else f"{value:.4g}"
-
-
-def _line(title: str, cells: Sequence[str]) -> str:
-    return "  ".join([f"{title:<46}", *(f"{cell:>{max(10, len(cell))}}" for cell in cells)])
+def _cell(value: float | str | None, form: str) -> str:
+    return format(value, form) if isinstance(value, float) else "-"
 
 
 # --- a chart --------------------------------------------------------------------------------------

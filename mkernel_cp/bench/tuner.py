@@ -1,7 +1,6 @@
 """What a plan could choose otherwise, and which of it is fastest."""
 
 import contextlib
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,9 @@ from ..communicator import Communicator, runtime_of
 from ..errors import Error
 from ..plan import Options
 from . import timing
-from .subjects import SUBJECTS, Subject
+from .data import SETS
+from .operator import OperatorBench, measuring
+from .routes import ROUTINGS
 from .timing import Call
 
 _WORTHWHILE = 0.98  # of the time that the cost model's choices take
@@ -27,6 +28,7 @@ _TILES = {
 }
 _MOVERS = {"hopper": (0, 4, 8, 16), "portable": (8, 16, 24, 32), "host": (0, 1, 2)}
 _CHUNK_BYTES = tuple(1 << power for power in (14, 15, 16, 17, 18))
+_VARIANT = {"routing": ROUTINGS[0]}
 
 
 class Tuner:
@@ -36,20 +38,25 @@ class Tuner:
     """
 
     def __init__(
-        self, comm: Communicator, clock: Any, gate: timing.Gate, operator: str, dtype: np.dtype
+        self,
+        comm: Communicator,
+        clock: Any,
+        gate: timing.Gate,
+        bench: OperatorBench,
+        dtype: np.dtype,
     ):
         self._comm, self._clock, self._gate = comm, clock, gate
-        self._operator, self._dtype = operator, dtype
-        self._numpy = np if comm.target == "host" else importlib.import_module("cupy")
+        self._bench, self._dtype = bench, dtype
         runtime_of(comm).tuning = tuning.Table()
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, comm: Communicator, operator: str, dtype: np.dtype) -> Iterator["Tuner"]:
+    def opened(
+        cls, comm: Communicator, kind: type[OperatorBench], dtype: np.dtype
+    ) -> Iterator["Tuner"]:
         """Give the tuner of an operator on a communicator, for operands of one dtype."""
-        clock = timing.clock_for(comm)
-        with clock.stream(), contextlib.closing(timing.Gate(comm)) as gate:
-            yield cls(comm, clock, gate, operator, dtype)
+        with measuring(comm) as (alone, clock, gate):
+            yield cls(comm, clock, gate, kind(comm, alone, dtype, _VARIANT), dtype)
 
     def tune(self, *shape: int) -> tuning.Entry:
         """Return the fastest choices for a shape, as `tuning.Entry` has it.
@@ -57,24 +64,25 @@ class Tuner:
         The cost model's come first; then tiles, movers and chunks take turns, each beside the best
         of the others so far. The winner is measured once more beside the model's choices.
         """
-        self._subject = subject = SUBJECTS[self._operator](self._comm, self._dtype, shape)
-        with subject.plan(Options()) as step:
+        bench = self._bench
+        self._sets = [bench.operands(*shape, number) for number in range(SETS)]
+        with bench.planned(self._sets[0], Options()) as step:
             model, engine = _freed(step.plan.options), step.plan.engine
-            self._expected = self._bits(subject.call(step, 0)).copy()
+            self._expected = self._bits(self._call(step, 0)).copy()
         best = model
-        if subject.has_tiles:
+        if "tile" in bench.choices:
             tiles = (Options(tile=t, chunk_bytes=model.chunk_bytes) for t in _TILES[engine])
             best = self._fastest([best, *tiles])
         if self._comm.size > 1:
             movers = [replace(best, split=(count, None)) for count in _MOVERS[engine]]
             best = self._fastest([best, *movers])
-        if self._comm.size > 1 and subject.has_chunks:
+        if self._comm.size > 1 and "chunk_bytes" in bench.choices:
             best = self._fastest([best, *(replace(best, chunk_bytes=b) for b in _CHUNK_BYTES)])
         times = self._measure([model, best])
         if times[best] > _WORTHWHILE * times[model]:
             best = model
         return tuning.Entry(
-            operator=self._operator,
+            operator=bench.operator,
             card=tuning.card_of(self._comm.device),
             dtype=self._dtype.name,
             ranks=self._comm.size,
@@ -96,7 +104,7 @@ class Tuner:
             steps = {}
             for options in candidates:
                 with contextlib.suppress(ValueError):  # no choice for this engine, on all ranks
-                    step = stack.enter_context(self._subject.plan(options))
+                    step = stack.enter_context(self._bench.planned(self._sets[0], options))
                     steps[_freed(step.plan.options)] = step
             names = {str(options): options for options in steps}
             calls = {name: self._checked(steps[options]) for name, options in names.items()}
@@ -105,14 +113,18 @@ class Tuner:
 
     def _checked(self, step: Any) -> Call:
         """Return what makes calls of a plan; Error if its result is another than the model's."""
-        subject: Subject = self._subject
-        runtime_of(self._comm).machine.fill(subject.sets[0].out, np.nan)
-        if not (self._bits(subject.call(step, 0)) == self._expected).all():
+        one = self._sets[0]
+        runtime_of(self._comm).machine.fill(self._bench.result(one.out, one), np.nan)
+        if not (self._bits(self._call(step, 0)) == self._expected).all():
             raise Error(f"{step.plan.options} gives another result than the cost model's choices")
-        return lambda number: subject.call(step, number)
+        return lambda number: self._call(step, number)
+
+    def _call(self, step: Any, number: int) -> Any:
+        one = self._sets[number % SETS]
+        return self._bench.result(step(*one.own, out=one.out), one)
 
     def _bits(self, result: Any) -> Any:
-        return self._numpy.asarray(result).view(f"u{self._dtype.itemsize}")
+        return result.view(f"u{self._dtype.itemsize}")
 
 
 def _freed(options: Options) -> Options:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
-from ..bench import records
+from ..bench import baselines, records
 from ..bench.allgather_gemm import AllGatherGemmBench
-from ..bench.moe import MoeDispatchGemmBench, MoeLayerBench
-from ..bench.moe_combine import MoeCombineBench
+from ..bench.moe import MoeCombineBench, MoeDispatchGemmBench, MoeLayerBench
 from ..bench.operator import OperatorBench
 from ..bench.reductions import GemmAllReduceBench, GemmReduceScatterBench
+from ..bench.ring_attention import RingAttentionBench
 from ..communicator import Communicator, runtime_of
 from ..errors import Error
 from . import spelled
@@ -26,6 +26,7 @@ BENCHES: dict[str, type[OperatorBench]] = {
         AllGatherGemmBench,
         GemmReduceScatterBench,
         GemmAllReduceBench,
+        RingAttentionBench,
         MoeDispatchGemmBench,
         MoeCombineBench,
         MoeLayerBench,
@@ -66,29 +67,33 @@ def bench(comm: Communicator, arguments: argparse.Namespace) -> int:
     kind = BENCHES[arguments.operator]
     together(comm, "to look at the outputs", lambda: _check_outputs(comm, arguments))
     shapes = arguments.shape or (kind.quick_shapes if arguments.quick else kind.shapes)[comm.target]
-    dtype, routing = np.dtype(arguments.dtype), getattr(arguments, "routing", None)
-    asked = {} if routing is None else {"routing": routing}
+    dtype, keys = np.dtype(arguments.dtype), records.SHAPE_KEYS[kind.operator]
+    variant = {key: getattr(arguments, key) for key in records.VARIANT_KEYS[kind.operator]}
+    cases = [
+        (kind.operator, dict(zip(keys, extents, strict=True)), dtype.name, variant)
+        for extents in shapes
+    ]
+    table = records.Table(
+        [records.title(*case) for case in cases], [rival.name for rival in baselines.RIVALS]
+    )
     done: list[dict[str, Any]] = []
     wrong: list[str] = []
     with (
         _progress(comm, len(shapes) * arguments.repeat) as (say, advance),
-        kind.opened(comm, dtype, **asked) as measurement,
+        kind.opened(comm, dtype, variant) as measurement,
     ):
         say(_title(comm, measurement.link_rate, measurement.network_rate))
-        for extents in shapes:
+        for extents, case in zip(shapes, cases, strict=True):
             measured = [advance(measurement.measure(*extents)) for _ in range(arguments.repeat)]
-            named = dict(zip(kind.keys, extents, strict=True))
             try:
-                record = records.make_record(
-                    comm, kind.operator, named, dtype.name, measured, routing
-                )
+                record = records.make_record(comm, *case, measured)
             except Error as error:
                 wrong.append(str(error))
                 continue
             if not done:
-                say(records.headings(list(record["rivals"])))
+                say(table.headings)
             done.append(record)
-            say(records.line(record))
+            say(table.line(record))
             if arguments.json and comm.rank == 0:
                 records.write(arguments.json, done)
         for note in records.notes(done):

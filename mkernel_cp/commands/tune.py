@@ -19,7 +19,7 @@ def tune(comm: Communicator, arguments: argparse.Namespace) -> int:
     path = Path(arguments.output or tuning.own_path())
     together(comm, "to look at the table", lambda: comm.rank == 0 and tuning.read(path))
     shapes = arguments.shape or (kind.quick_shapes if arguments.quick else kind.shapes)[comm.target]
-    with Tuner.opened(comm, kind.operator, np.dtype(arguments.dtype)) as tuner:
+    with Tuner.opened(comm, kind, np.dtype(arguments.dtype)) as tuner:
         for shape in shapes:
             entry = tuner.tune(*shape)
             together(comm, "to keep it", lambda e=entry: comm.rank == 0 and tuning.keep(path, [e]))

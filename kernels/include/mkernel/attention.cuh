@@ -14,13 +14,13 @@ public:
     explicit MK_DEVICE Units(const RingAttentionPlan& plan) : plan_(plan) {}
 
     struct Iterator {
-        i64 index, heads;
-        MK_DEVICE Unit operator*() const { return {index, index / heads, index % heads}; }
+        u32 index, heads;
+        MK_DEVICE Unit operator*() const { return {i64(index), i64(index / heads), i64(index % heads)}; }
         MK_DEVICE Iterator& operator++() { return ++index, *this; }
         MK_DEVICE bool operator!=(const Iterator& other) const { return index != other.index; }
     };
-    MK_DEVICE Iterator begin() const { return {0, plan_.kv_heads}; }
-    MK_DEVICE Iterator end() const { return {plan_.batches * plan_.kv_heads, plan_.kv_heads}; }
+    MK_DEVICE Iterator begin() const { return {0, u32(plan_.kv_heads)}; }
+    MK_DEVICE Iterator end() const { return {u32(plan_.batches * plan_.kv_heads), u32(plan_.kv_heads)}; }
 
 private:
     const RingAttentionPlan& plan_;
@@ -109,15 +109,14 @@ struct Panel {
     void* data;
     i64 position_stride, column_stride;
     const TensorMap* map;
-    i64 position;
-    i32 inner, outer;
+    i32 position, inner, outer;
 };
 
 template <class T>
 MK_DEVICE Panel panel_of(const Heads& heads, i64 batch, i64 head, i64 position) {
     return {static_cast<T*>(heads.data) + batch * heads.batch_stride + head * heads.head_stride +
                 position * heads.position_stride,
-            heads.position_stride, heads.column_stride, &heads.map, position, i32(head), i32(batch)};
+            heads.position_stride, heads.column_stride, &heads.map, i32(position), i32(head), i32(batch)};
 }
 
 // Movers bring units here in order, each when its slot is free; that is when every compute agent has left the unit that
@@ -200,24 +199,20 @@ public:
         const u64 slot = u64(unit.index) % plan_.slots;
         const i64 half = i64(slot * 2 + u64(part));
         return {static_cast<T*>(plan_.data) + (half * plan_.slot_positions + run.place) * columns_, columns_, 1,
-                &plan_.map, run.place, i32(part), i32(slot)};
+                &plan_.map, i32(run.place), i32(part), i32(slot)};
     }
 
-    // Waits until these positions of a run are here. A look takes as long as many keys do: it is at what comes behind, too.
-    MK_DEVICE bool wait(const Agent& who, Unit unit, const Run& run, Range positions, Part part) {
+    // Waits until these positions of a run are here. Returns how many of the run are: a look takes as long as many keys do,
+    // so it is at what comes behind, too. None after a failure.
+    MK_DEVICE i64 wait(const Agent& who, Unit unit, const Run& run, Range positions, Part part) const {
         const u32 length = u32(plan_.chunk_positions);  // a division of 32 bits takes a fraction of the time
-        for (i64 chunk = u32(positions.begin) / length; chunk * length < positions.end; ++chunk) {
-            const u64 index = signal_of(unit, run, chunk, part);
-            if (known_.begin <= index && index < known_.end) continue;
-            const u64 end = signal_of(unit, run, ceil_div(run.count, length), Part::keys);
-            u64 here = launch_.there(who, end - index, 1, [&](u64 i) { return &plan_.arrived[index + i]; });
-            if (here == 0) {
-                if (!launch_.wait(who, &plan_.arrived[index], 1, {Awaited::arrival, everyone, index})) return false;
-                here = 1;
-            }
-            known_ = {index, index + here};
-        }
-        return launch_.live();
+        const u32 first = u32(positions.begin) / length, chunks = u32(ceil_div(u32(run.count), length));
+        const u64 index = signal_of(unit, run, first, part);
+        const auto signal = [arrived = plan_.arrived + index](u64 chunk) { return arrived + 2 * chunk; };
+        u64 here = launch_.there(who, chunks - first, 1, signal);
+        for (; i64((first + here) * length) < positions.end; ++here)
+            if (!launch_.wait(who, signal(here), 1, {Awaited::arrival, everyone, index + 2 * here})) break;
+        return launch_.live() ? i64((first + here) * length) : 0;
     }
 
 private:
@@ -230,9 +225,6 @@ private:
     i64 columns_;
     u64 agents_;
     u64 pulled_ = 0;  // bytes
-    struct {
-        u64 begin, end;
-    } known_ = {0, 0};  // signals that this agent has seen
 };
 
 // Stores the rows of a query tile, and the logarithm of the sum of exponentials that each was divided by.

@@ -18,7 +18,10 @@ public:
         const u32 room = u32(scratch.bytes - sizeof(State));
         state_ = {};
         state_.piece_bytes = most_bytes;
-        while (room / state_.piece_bytes <= least_slots && state_.piece_bytes > least_bytes) state_.piece_bytes /= 2;
+        // A link is as fast as what is under way allows: rather more pieces, as long as they are not short.
+        while (room / state_.piece_bytes < (state_.piece_bytes > short_bytes ? most_slots : 1 + least_slots) &&
+               state_.piece_bytes > least_bytes)
+            state_.piece_bytes /= 2;
         state_.slots = room / state_.piece_bytes < most_slots ? room / state_.piece_bytes : most_slots;
         for (Slot& slot : state_.slot) ptx::barrier_init(&slot.loaded, 1);
         ptx::fence_barrier_init();
@@ -80,7 +83,8 @@ public:
 
 private:
     static constexpr u32 least_slots = 3;  // one is loaded, one is stored, one is read by its store
-    static constexpr u32 most_slots = 8, least_bytes = 1024, most_bytes = 32768;  // of a piece
+    static constexpr u32 most_slots = 8;
+    static constexpr u32 least_bytes = 1024, short_bytes = 2048, most_bytes = 32768;  // of a piece
     static constexpr i64 least_line = 512;
 
     struct Slot {

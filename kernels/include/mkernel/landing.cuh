@@ -41,18 +41,20 @@ public:
     // on from where the last time ended, so that all agents are busy however few there are at a time.
     template <class Visit>
     MK_DEVICE void each_of(u64 source, Range phase, i64 together, u64 agent, u64 agents, Visit visit) {
-        const u32 panels = u32(ceil_div(plan_.k, plan_.chunk_k)), first = u32(phase.begin / plan_.chunk_k);
-        const u32 last = u32(ceil_div(phase.end, plan_.chunk_k)), depth = (last < panels ? last : panels) - first;
-        const u32 blocks = u32(ceil_div(rows_of(source), plan_.chunk_rows));
-        const u32 group = u32(ceil_div(together, plan_.chunk_rows));
+        // What the plan says is read once, not anew behind each signal.
+        const u32 all = u32(rows_of(source)), chunk_rows = u32(plan_.chunk_rows);
+        const u32 terms = u32(plan_.k), chunk_k = u32(plan_.chunk_k), first_chunk = u32(plan_.first_chunk[source]);
+        const bool by_columns = plan_.by_columns;
+        const u32 panels = u32(ceil_div(terms, chunk_k)), first = u32(phase.begin) / chunk_k;
+        const u32 last = u32(ceil_div(phase.end, chunk_k)), depth = (last < panels ? last : panels) - first;
+        const u32 blocks = u32(ceil_div(all, chunk_rows)), group = u32(ceil_div(together, chunk_rows));
         const u32 members = u32(agents);
         u32 i = (u32(agent) + members - next_) % members;
         for (; i < blocks * depth; i += members) {
             const u32 begin = i / (group * depth) * group, height = blocks - begin < group ? blocks - begin : group;
             const u32 row = begin + (i - begin * depth) % height, panel = first + (i - begin * depth) / height;
-            const Range rows = block(row, plan_.chunk_rows, rows_of(source)), k = block(panel, plan_.chunk_k, plan_.k);
-            if (!visit(Chunk{plan_.by_columns ? k : rows, plan_.by_columns ? rows : k,
-                             plan_.first_chunk[source] + i64(row) * panels + panel}))
+            const Range rows = block(row, chunk_rows, all), k = block(panel, chunk_k, terms);
+            if (!visit(Chunk{by_columns ? k : rows, by_columns ? rows : k, i64(first_chunk + row * panels + panel)}))
                 return;
         }
         next_ = (next_ + blocks * depth) % members;

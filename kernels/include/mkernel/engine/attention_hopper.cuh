@@ -208,10 +208,10 @@ private:
     // --- the producer
 
     template <u32 box_bytes>
-    static MK_DEVICE void load(u8* to, const mk::Panel& from, i64 position, u64* barrier) {
+    static MK_DEVICE void load(u8* to, const mk::Panel& from, i32 position, u64* barrier) {
         MK_UNROLL
         for (u32 i = 0; i < boxes; ++i)
-            ptx::load_box(to + i * box_bytes, from.map, barrier, i32(i * box_columns), i32(from.position + position),
+            ptx::load_box(to + i * box_bytes, from.map, barrier, i32(i * box_columns), from.position + position,
                           from.inner, from.outer);
     }
 
@@ -226,25 +226,32 @@ private:
                                const Unit& unit, const QueryTile& tile, const Agent& alone, const Source& source,
                                const Gate& gate) {
         const i64 last = tile.position + tile.rows.size() - 1;
-        for (const Run& run : Walk(plan))
+        for (const Run& run : Walk(plan)) {
+            const mk::Panel from[] = {source(unit, run, Part::keys), source(unit, run, Part::values)};
+            i64 arrived[] = {0, 0};
+#pragma unroll 1
             for (Range some : Blocks(mask.visible(last, run), keys)) {
                 const i64 first = mask.reach(tile.position, run) - some.begin;
                 const Order order{i32(some.size()), i32(first < keys ? first : keys)};
-#pragma unroll 1
-                for (Part part : {Part::keys, Part::values}) {
-                    if (!gate(alone, unit, run, some, part)) {
+                MK_UNROLL
+                for (u32 part = 0; part < 2; ++part) {
+                    if (arrived[part] < some.end) {
+                        arrived[part] = gate(alone, unit, run, some, Part(part));
+                        ptx::fence_global_to_async();
+                    }
+                    if (arrived[part] < some.end) {
                         *const_cast<volatile bool*>(&shared.failed) = true;
-                        if (part == Part::values) give_nothing(shared, turn);  // keys were given: this goes with them
+                        if (Part(part) == Part::values) give_nothing(shared, turn);  // this goes with the keys
                         return;
                     }
-                    ptx::fence_global_to_async();
                     give(shared, turn, order);
                     u64* loaded = &shared.loaded[turn.slot];
                     ptx::arrive_expect(loaded, panel_bytes);
-                    load<panel_box>(shared.panels[turn.slot], source(unit, run, part), some.begin, loaded);
+                    load<panel_box>(shared.panels[turn.slot], from[part], i32(some.begin), loaded);
                     turn.advance();
                 }
             }
+        }
     }
 
     // Ends a tile, or stands for values that do not come.
@@ -516,8 +523,8 @@ private:
 // The interface is that of attention_host.cuh. What this engine needs beyond it:
 //   q, source  are mapped: boxes of 64 columns by all rows of a tile, or by all keys of a panel; swizzled by 128 bytes,
 //              zeros beyond the edges
-// The tile of the plan is that which is compiled in, but for its columns. The gate is asked for each panel, in order and
-// ahead of the arithmetic, by thread 0, which also leaves units.
+// The tile of the plan is that which is compiled in, but for its columns. The gate is asked in order and ahead of the
+// arithmetic, by thread 0, which also leaves units.
 template <class T, class Source, class Gate, class Sink, class Leave>
 MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const Heads& q, Source source, Gate gate,
                          Sink sink, Leave leave) {

@@ -122,7 +122,8 @@ private:
 
 // Works through this agent's query tiles, unit after unit, each over the whole walk.
 //   source(unit, run, part)                  Panel: where the run's keys or values lie
-//   gate(agent, unit, run, positions, part)  bool: these have arrived; false: the launch is to end
+//   gate(agent, unit, run, positions, part)  i64: how many positions of the run have arrived, these with them; fewer: the
+//                                            launch is to end
 //   sink                                     transform(sum, total) -> T
 //                                            deliver(agent, unit, tile, staged, log_sum_exp, columns)
 //   leave(agent, unit)                       nothing of this unit is read any more
@@ -142,19 +143,21 @@ MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const He
             Span computed(launch, leads, Traced::compute, traced);
             rows.begin(panel_of<T>(q, unit.batch, tile.head, tile.rows.begin), tile.rows.size());
             bool arrived = launch.live();
-            for (const Run& run : Walk(plan))
+            for (const Run& run : Walk(plan)) {
+                i64 keys = 0, values = 0;  // that have arrived
                 for (Range some : Blocks(mask.visible(last, run), plan.tile.columns)) {
                     auto seen = [&](i64 row) {
                         const i64 end = mask.visible(tile.position + row, run);
                         return (end < some.end ? end : some.end) - some.begin;
                     };
-                    arrived = arrived && gate(agent, unit, run, some, Part::keys);
-                    if (!arrived) break;
+                    if (keys < some.end) keys = gate(agent, unit, run, some, Part::keys);
+                    if (!(arrived = arrived && keys >= some.end)) break;
                     rows.meet(source(unit, run, Part::keys), some, seen);
-                    arrived = gate(agent, unit, run, some, Part::values);
-                    if (!arrived) break;
+                    if (values < some.end) values = gate(agent, unit, run, some, Part::values);
+                    if (!(arrived = values >= some.end)) break;
                     rows.add(source(unit, run, Part::values), some, seen);
                 }
+            }
             rows.end(sink, arrived);
             computed.end();
             const Span stored(launch, leads, Traced::store, traced);

@@ -192,6 +192,7 @@ public:
         const Run* run;
         i64 begin;
         Part part;
+        i64 arrived[2];  // positions of the run, of each part
         bool failed;  // a gate did not open: what is delivered from now on is NaN
     };
     static constexpr u32 alignment = Shape::line_bytes > 1024 ? Shape::line_bytes : 1024;
@@ -219,7 +220,8 @@ public:
         Weights weights;
         if (leads) {
             shared.unit = unit, shared.tile = tile;
-            shared.run = shared.walk.begin(), shared.begin = 0, shared.part = Part::keys;
+            begin_run(shared, shared.walk.begin());
+            shared.part = Part::keys;
             for (u32 number = 0; number + 1 < stages; ++number) give(shared, number, alone, source, gate);
         }
         __syncthreads();
@@ -266,11 +268,13 @@ private:
         Order& order = shared.order[number % orders];
         order.any = false;
         while (shared.run != shared.walk.end() && shared.begin >= shared.mask.visible(last, *shared.run))
-            ++shared.run, shared.begin = 0;
+            begin_run(shared, shared.run + 1);
         if (shared.run == shared.walk.end() || shared.failed) return;
         const Run& run = *shared.run;
         const Range positions = block(shared.begin / Shape::keys, Shape::keys, shared.mask.visible(last, run));
-        if (!gate(alone, shared.unit, run, positions, shared.part)) {
+        i64& arrived = shared.arrived[u64(shared.part)];
+        if (arrived < positions.end) arrived = gate(alone, shared.unit, run, positions, shared.part);
+        if (arrived < positions.end) {
             shared.failed = true;
             return;
         }
@@ -280,6 +284,11 @@ private:
                  in_pieces(from, panel.position_stride, panel.column_stride)};
         if (shared.part == Part::values) shared.begin = positions.end;
         shared.part = shared.part == Part::keys ? Part::values : Part::keys;
+    }
+
+    static MK_DEVICE void begin_run(Shared& shared, const Run* run) {
+        shared.run = run, shared.begin = 0;
+        shared.arrived[0] = shared.arrived[1] = 0;
     }
 
     static MK_DEVICE bool in_pieces(const T* from, i64 position_stride, i64 column_stride) {
@@ -529,7 +538,7 @@ private:
 };
 
 // The interface is that of attention_host.cuh. The tile of the plan is that of AttentionTiling, but for its columns.
-// The gate is asked for each panel, in order and ahead of the arithmetic, by thread 0.
+// The gate is asked in order and ahead of the arithmetic, by thread 0.
 template <class T, class Source, class Gate, class Sink, class Leave>
 MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const Heads& q, Source source, Gate gate,
                          Sink sink, Leave leave) {
