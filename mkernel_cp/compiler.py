@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib
 import logging
+import operator
 import os
 import platform
 import re
@@ -297,6 +298,14 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
+def nvrtc_path() -> str:
+    """Return the path of the library that the bindings of NVRTC have found."""
+    nvrtc()
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        mapped = (line.split(maxsplit=5)[-1].strip() for line in lines)
+        return next(path for path in mapped if "/libnvrtc.so" in path)
+
+
 def nvrtc_compile(
     source: str | os.PathLike[str], options: Sequence[str]
 ) -> tuple[bytes | None, str]:
@@ -373,11 +382,16 @@ class _HostEntry:
 
 def macros(defines: Mapping[str, str | int] | None) -> dict[str, str]:
     """Return preprocessor macros and their values as texts, in the order of their names."""
-    # int() because the preprocessor takes the word True for 0.
-    return {
-        name: value if isinstance(value, str) else str(int(value))
-        for name, value in sorted((defines or {}).items())
-    }
+    return {name: _macro(name, value) for name, value in sorted((defines or {}).items())}
+
+
+def _macro(name: str, value: str | int) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return str(int(operator.index(value)))  # the preprocessor takes the word True for 0
+    except TypeError:
+        raise TypeError(f"defines: {name}={value!r}: use a string or an integer") from None
 
 
 def _macro_options(defines: Mapping[str, str | int] | None) -> list[str]:

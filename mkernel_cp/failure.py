@@ -22,6 +22,7 @@ class Reason(enum.IntEnum):
     CONCURRENT = 6
     LOST = 7
     NETWORK = 8
+    NO_OPERAND = 9
 
 
 class Role(enum.IntEnum):
@@ -122,6 +123,11 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
             f"ranks disagree: rank {origin} calls {texts[origin]}; rank {peer} calls {texts[peer]}."
             " All ranks must make the same calls in the same order, with the same agreed arguments"
             f"{hint}"
+        )
+    if reason is Reason.NO_OPERAND:
+        return errors.ArgumentMismatchError(
+            f"{texts[peer]}: rank {peer} passes no operand=, and the kernel of rank {origin} reads "
+            "it: pass one on all ranks"
         )
     if reason is Reason.REFUSED:
         return errors.PeerError(f"rank {peer} raised instead of calling: {texts[peer]}")

@@ -87,6 +87,12 @@ class Module:
         self._defines = tuple(compiler.macros(defines).items())
         self._options, self._target, self._arch = tuple(options), target, arch
 
+    def __repr__(self) -> str:
+        return (
+            f"Module({self._source!r}, target={self._target!r}, arch={self._arch!r}, "
+            f"options={self._options}, defines={dict(self._defines)})"
+        )
+
     def kernel(self, name: str) -> Kernel:
         """Return the kernel that ``MK_KERNEL(name, ...)`` defines."""
         return Kernel(self._source, name, self._defines, self._options, self._target, self._arch)

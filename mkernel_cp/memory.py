@@ -39,6 +39,12 @@ def offsets_of(sizes: dict[str, int], alignment: int = 256) -> dict[str, int]:
     return {**offsets, "end": end}
 
 
+def extent(a: np.ndarray) -> tuple[int, int]:
+    """Return the lowest address of an array and the bytes up to its highest."""
+    low, high = np.lib.array_utils.byte_bounds(a)
+    return low, high - low
+
+
 def available_memory() -> int:
     """Return the bytes that this process could still use, by the machine and by its cgroup."""
     limits = [2**63]

@@ -81,7 +81,7 @@ class Options:
                     given = tuple(value)
                     free = name == "split" and len(given) in lengths and given[1] is None
                     value = tuple(
-                        None if free and i == 1 else operator.index(extent)
+                        None if free and i == 1 else integer(extent)
                         for i, extent in enumerate(given)
                     )
                 except TypeError:
@@ -98,10 +98,20 @@ class Options:
         for name in ("chunk_bytes", "sm_budget"):
             value = getattr(self, name)
             if value is not None:
-                if not isinstance(value, int | np.integer):
-                    raise TypeError(f"Options({name}={value!r}): use an integer")
+                try:
+                    value = integer(value)
+                except TypeError:
+                    raise TypeError(f"Options({name}={value!r}): use an integer") from None
                 if value < 1:
                     raise ValueError(f"Options({name}={value}): use at least 1")
+                object.__setattr__(self, name, value)
+
+
+def integer(value: Any) -> int:
+    """Return what is an integer as one of Python's; TypeError for anything else, a bool too."""
+    if isinstance(value, bool):
+        raise TypeError("a bool")
+    return operator.index(value)
 
 
 def check_dtype(name: str, dtype: np.dtype) -> None:

@@ -220,35 +220,35 @@ class _Book:
 class _Recorder:
     """What one communicator records in a trace."""
 
-    def __init__(self, comm: Any, capacity: int):
+    def __init__(self, launches: Any, capacity: int):
         self._capacity = capacity
         self._books: list[_Book] = []
-        self._trace = _RankTrace(comm.rank, comm.device)
-        self._trace.clocks.append(comm.machine.clocks())
+        self._trace = _RankTrace(launches.calls.rank, launches.machine.device)
+        self._trace.clocks.append(launches.machine.clocks())
 
-    def expect(self, comm: Any, agents: int, parts: int) -> None:
+    def expect(self, launches: Any, agents: int, parts: int) -> None:
         """Have room for a launch of so many agents."""
         if self._books:
             last = self._books[-1]
             if last.agents >= agents and last.parts >= parts:
                 return
             agents, parts = max(agents, last.agents), max(parts, last.parts)
-        self._books.append(_Book(comm.machine, agents, parts, self._capacity))
-        comm.record_in(self._books[-1].address)
+        self._books.append(_Book(launches.machine, agents, parts, self._capacity))
+        launches.record_in(self._books[-1].address)
 
     def note(self, generation: int, call: _Call) -> None:
         """Say what is called in a generation."""
         self._trace.calls[generation] = call
 
-    def read(self, comm: Any) -> _RankTrace:
+    def read(self, launches: Any) -> _RankTrace:
         """Return all that was recorded, and let go of the memory."""
         with contextlib.suppress(errors.Error):  # the call that has failed raises it
-            comm.machine.wait()
-        comm.record_in(0)
+            launches.machine.wait()
+        launches.record_in(0)
         for book in self._books:
             book.read_into(self._trace)
         self._books.clear()
-        self._trace.clocks.append(comm.machine.clocks())
+        self._trace.clocks.append(launches.machine.clocks())
         return self._trace
 
 
@@ -271,39 +271,40 @@ class Trace:
         self._recorders: dict[Any, _Recorder] = {}
         self._gathered: list[list[_RankTrace]] = []  # per communicator
 
-    def meet(self, comm: Any) -> None:
+    def meet(self, rank: int) -> None:
         """Learn from a call, before anything can be wrong with it, which rank this is."""
         if self._rank is None:
-            self._rank = comm.rank
+            self._rank = rank
 
-    def variant(self, comm: Any, kernel: Any, request: Any, what: str) -> Any:
+    def variant(self, launches: Any, kernel: Any, request: Any, what: str) -> Any:
         """Return the kernel that is to run in place of another: it records what it does."""
-        source = comm.source_of(kernel)
+        source = launches.source_of(kernel)
         source = dataclasses.replace(source, defines=(*source.defines, ("MK_TRACE", "1")))
-        recorder = self._recorders.get(comm)
+        recorder = self._recorders.get(launches)
         if recorder is None:
 
             def begin() -> None:
-                if comm.rank == 0 and not self._open():
+                if launches.calls.rank == 0 and not self._open():
                     raise errors.ConfigurationError(
                         f"another trace is being written to {self.path}: give the ranks of each "
                         "communicator a path of their own"
                     )
-                comm.load(source)  # here, where no deadline counts
+                launches.load(source)  # here, where no deadline counts
 
-            comm.agree("trace()", begin)
-            recorder = self._recorders[comm] = _Recorder(comm, self._capacity)
-        traced = comm.load(source)
+            launches.agree("trace()", begin)
+            recorder = self._recorders[launches] = _Recorder(launches, self._capacity)
+        traced = launches.load(source)
         capacity = traced.capacity(request.shared_bytes)
         if request.agents > capacity:
             raise errors.ConfigurationError(
-                f"{what} has {request.agents} agents, and {comm.device} runs {capacity} at a time "
-                "when it is traced: pass Options(split=...) with fewer"
+                f"{what} has {request.agents} agents, and {launches.machine.device} runs "
+                f"{capacity} at a time when it is traced: pass Options(split=...) with fewer"
             )
-        recorder.expect(comm, request.agents, traced.parts)
+        recorder.expect(launches, request.agents, traced.parts)
         hopper = "MK_ENGINE_HOPPER" in dict(source.defines)
-        recorder.note(comm.generation + 1, _Call(what, hopper, source.name in _OF_EXPERTS))
-        comm.machine.begin()  # behind what the agreement has queued
+        call = _Call(what, hopper, source.name in _OF_EXPERTS)
+        recorder.note(launches.calls.generation + 1, call)
+        launches.machine.begin()  # behind what the agreement has queued
         return traced
 
     def _open(self) -> bool:
@@ -326,34 +327,34 @@ class Trace:
         self._dump()  # whatever ends this process, an older trace is not taken for this one
         return True
 
-    def collect(self, comm: Any, *, together: bool) -> None:
+    def collect(self, launches: Any, *, together: bool) -> None:
         """Take what a communicator has recorded; collective if `together`, and none has failed."""
-        recorder = self._recorders.pop(comm, None)
+        recorder = self._recorders.pop(launches, None)
         if recorder is None:
             return
         try:
-            own = recorder.read(comm)
+            own = recorder.read(launches)
         except Exception as error:
             if together:
                 raise
-            logger.warning("rank %d: the trace is lost: %s", comm.rank, error)
+            logger.warning("rank %d: the trace is lost: %s", launches.calls.rank, error)
             return
-        if not together or comm.closed:
+        if not together or launches.calls.closed:
             self._gathered.append([own])
             return
         try:
-            ranks = comm.agree("the end of trace()", lambda: own)
+            ranks = launches.agree("the end of trace()", lambda: own)
         except BaseException:
             self._gathered.append([own])
             raise
-        if comm.rank == 0:
+        if launches.calls.rank == 0:
             self._gathered.append(ranks)
 
     def end(self, *, together: bool) -> None:
         """Collect what is left, and write the file."""
         try:
-            for comm in list(self._recorders):
-                self.collect(comm, together=together)
+            for launches in list(self._recorders):
+                self.collect(launches, together=together)
         finally:
             self._recorders.clear()
             try:

@@ -77,7 +77,7 @@ def on(monkeypatch):
 
     def use(engine, seed=1, **more):
         def on_gpu(comm, program):
-            comm.machine.gpu = ENGINES[engine]
+            comm._runtime.machine.gpu = ENGINES[engine]
             worlds.chaos(comm, seed=seed)
             return program(comm)
 

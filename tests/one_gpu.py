@@ -11,8 +11,8 @@ import threading
 from unittest import mock
 
 import mkernel_cp as mk
-from mkernel_cp import errors
-from mkernel_cp.communicator import Communicator
+from mkernel_cp import communicator, errors
+from mkernel_cp.runtime import Runtime
 from mkernel_cp.targets import cuda
 
 _registering = threading.Lock()
@@ -73,13 +73,11 @@ class _Kernel(cuda.Kernel):
             raise errors.Error(f"{self._name} could not be launched: {status.name}")
 
 
-class _Communicator(Communicator):
-    def _choose_machine(self, device, oversubscribe):
+class _Runtime(Runtime):
+    def _choose_machine(self, device):
         self.target = "cuda"
-        self._links = self.mpi.links()
-        self._all_links = [self._links]
-        self._machine = _Share(self.mpi, self.topology)
-        self.device = self._machine.device
+        self._links.append(self.mpi.links())
+        self.machine = _Share(self.mpi, self.topology)
 
 
 def run(size, program, *args, **options):
@@ -93,9 +91,13 @@ def run(size, program, *args, **options):
         with (
             cupy.cuda.Device(0),
             cupy.cuda.Stream(non_blocking=True),
-            _Communicator(mpi, target="host", **options) as comm,
+            mk.Communicator(mpi, target="host", **options) as comm,
         ):
             return program(comm, *args)
 
-    with mock.patch.multiple(cuda, Kernel=_Kernel), mock.patch.object(cupy, "RawModule", load):
+    with (
+        mock.patch.multiple(cuda, Kernel=_Kernel),
+        mock.patch.object(cupy, "RawModule", load),
+        mock.patch.object(communicator, "Runtime", _Runtime),
+    ):
         return mk.LocalWorld(size).run(main)

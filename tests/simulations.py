@@ -9,7 +9,7 @@ from mkernel_cp.transport import soft
 
 def helpers(comms):
     """What gets turns beside the launches: network cards of software, and proxies."""
-    networks = [comm.network for comm in comms if comm.network]
+    networks = [comm._runtime.network for comm in comms if comm._runtime.network]
     return [soft.by_hand(), *(network.by_hand() for network in networks)] if networks else []
 
 
@@ -46,9 +46,9 @@ def assert_right(world, seeds, launches):
     """Check that all launches end well, with the right result, for so many seeds."""
     comms = [comm for comm, *_ in world.ranks]
     for seed in range(seeds):
-        before = comms[0]._signals.generation
+        before = comms[0]._runtime.calls.signals.generation
         soft.configure(settings.SoftFabric(seed=seed))
         faults, _ = world.simulate(seed)
         assert not faults
-        generations = {comm._signals.generation for comm in comms}
+        generations = {comm._runtime.calls.signals.generation for comm in comms}
         assert generations == {before + launches}, f"seed {seed}: not all launches ended well"

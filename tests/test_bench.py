@@ -46,7 +46,7 @@ def wrong(operator, who, what):
 class Wrong(kind.step_type):
     def __call__(self, *own, out):
         super().__call__(*own, out=out)
-        comm = self._comm
+        comm = self._runtime
         if rank == 1 and {who}: {what}
         return out
 kind.step_type = Wrong"""
@@ -537,9 +537,9 @@ def nccl(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", nccl)
-    comm = types.SimpleNamespace(
-        rank=1, size=3, target="cuda", agree=lambda what, make: [nccl.get_unique_id()] * 3
-    )
+    comm = types.SimpleNamespace(rank=1, size=3, target="cuda")
+    runtime = types.SimpleNamespace(agree=lambda what, make: [nccl.get_unique_id()] * 3)
+    monkeypatch.setattr(baselines, "runtime_of", lambda comm: runtime)
     with FakeStream(5, nccl.calls):
         yield comm, nccl.calls
 

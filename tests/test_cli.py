@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -13,9 +14,10 @@ import worlds
 from launcher import ROOT, mpirun
 
 import mkernel_cp as mk
-from mkernel_cp import cli, plan, reference
+from mkernel_cp import cli, compiler, plan, reference
 from mkernel_cp.attention_plan import Attention, choose_attention_tile
 from mkernel_cp.commands import compile, doctor, job
+from mkernel_cp.targets import cuda
 from mkernel_cp.transport import check
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -179,6 +181,7 @@ def experts(tmp_path_factory):
         "w1": random.standard_normal((5, 8, 6)),
         "w2": random.standard_normal((5, 6, 4)),
         "wrong": np.where(ids == ids[2, 1], 5, ids),
+        "far": np.where(ids == ids[2, 1], 10**7, ids),
     }
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array)
@@ -211,6 +214,7 @@ def test_run_of_experts_as_numpy(experts, tmp_path):
     [
         ("dispatch-gemm x wrong w1", "wrong.npy has 5 at ("),
         ("dispatch-gemm x ids w2", "w2.npy has shape (5, 6, 4): with the other files it needs (5,"),
+        ("combine x far weights", "use ids from 0 to 65535, or -1 for none"),
         ("combine x ids weights", "x.npy has shape (19, 8): with the other files it needs ("),
     ],
 )
@@ -462,7 +466,7 @@ def test_demo_notices_bytes_that_were_not_planned():
     step = demo.AllGatherGemm.__call__
     def greedy(self, a, b, *, out):
         step(self, a, b, out=out)
-        page = comm._signal_pages[comm.rank]
+        page = comm._runtime._signal_pages[comm.rank]
         ctypes.c_uint64.from_address(page.bytes_word).value += 0 if comm.rank else 1
     demo.AllGatherGemm.__call__ = greedy"""
     done = on_ranks(2, DEMO.format(json=False, patch=patch))
@@ -522,7 +526,7 @@ def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, tf32, columns):
 
 # --- how a job ends -------------------------------------------------------------------------------
 
-AGREED = "comm.agree('x', lambda: 1 // int(comm.rank != 1))"
+AGREED = "comm._runtime.agree('x', lambda: 1 // int(comm.rank != 1))"
 
 
 @pytest.mark.mpi
@@ -533,7 +537,7 @@ AGREED = "comm.agree('x', lambda: 1 // int(comm.rank != 1))"
         ("raise KeyError('everywhere')", "Traceback"),
         (AGREED, "ZeroDivisionError: rank 1:"),
         ("comm.empty(-3 if comm.rank == 2 else 3)", "rank 2:\nTraceback"),
-        ("comm.agree(f'call {comm.rank // 2}', int)", "ArgumentMismatchError: ranks disagree"),
+        ("comm._runtime.agree(f'call {comm.rank // 2}', int)", "MismatchError: ranks disagree"),
     ],
 )
 def test_an_exception_ends_the_job_with_one_message(body, words):
@@ -587,7 +591,7 @@ def test_doctor_finds_all_that_is_needed(tmp_path):
     states = findings(done)
     assert set(states.values()) == {"ok"}
     assert {"Python", "numpy", "mpi4py", "MPI", "target", "C++", "cache", "memfd"} <= set(states)
-    assert {"UNIX", "pidfd", "/dev/shm", "MKERNEL_TIMEOUT"} <= set(states)
+    assert {"UNIX", "pidfd", "/dev/shm", "NVRTC", "MKERNEL_TIMEOUT"} <= set(states)
     assert f"{tmp_path}/cache, 0 entries" in done.stdout
 
 
@@ -607,6 +611,26 @@ def test_doctor_on_ranks_looks_whether_they_reach_each_other(monkeypatch):
     (finding,) = mk.LocalWorld(2).run(look)[0]
     assert finding.state == "warning"
     assert "may this user open /dev/infiniband?" in finding.text
+
+
+@pytest.mark.nvrtc
+def test_doctor_tells_which_nvrtc_there_is():
+    (finding,) = doctor._nvrtc()
+    version, path = finding.text.split(", ")
+    assert finding.state == "ok"
+    assert tuple(map(int, version.split("."))) == compiler.nvrtc_version()
+    assert Path(path).is_file()
+
+
+@pytest.mark.parametrize(("gpu", "state"), [(False, "ok"), (True, "MISSING")])
+def test_doctor_tells_that_there_is_no_nvrtc(monkeypatch, gpu, state):
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    monkeypatch.setattr(cuda, "has_gpu", lambda: gpu)
+    monkeypatch.setenv("MKERNEL_TARGET", "auto")
+    (finding,) = doctor._nvrtc()
+    assert (finding.state, finding.what) == (state, "NVRTC")
+    assert "no NVRTC" in finding.text
+    assert "extra cu13" in finding.mend
 
 
 def test_doctor_tells_what_is_missing_and_what_mends_it():

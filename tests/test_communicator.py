@@ -18,9 +18,9 @@ from launcher import mpirun
 
 import mkernel_cp as mk
 from mkernel_cp import memory
-from mkernel_cp.communicator import extent
 from mkernel_cp.failure import Awaited, Reason
 from mkernel_cp.host_pages import abort, write_record
+from mkernel_cp.memory import extent
 
 A, B = np.ones((4, 6)), np.ones((6, 5))
 
@@ -61,7 +61,7 @@ def rescued(comm, seconds=4.0):
     """End a wait that would last for ever, by a TimeoutError that no test here expects."""
 
     def end():
-        page = comm._pages[comm.rank]
+        page = comm._runtime.calls.pages[comm.rank]
         awaited = Awaited.AGREEMENT
         write_record(page, by_watcher=True, reason=Reason.PROGRESS_TIMEOUT, awaited=awaited)
         abort([page], comm.rank, by_watcher=True)
@@ -80,15 +80,16 @@ def start(array):
 
 
 def number_of_segments(comm):
-    return len(comm.segments.pointers)
+    return len(comm._runtime.memory.segments.pointers)
 
 
 def peers_bytes(comm, array):
     """What every rank's array holds, read as a kernel of this rank would read it."""
-    place = comm.segments.locate(*extent(array))
-    places = comm.agree("places", lambda: (place.segment, place.offset, array.nbytes))
+    segments = comm._runtime.memory.segments
+    place = segments.locate(*extent(array))
+    places = comm._runtime.agree("places", lambda: (place.segment, place.offset, array.nbytes))
     return [
-        ctypes.string_at(int(comm.segments.pointers[segment, rank]) + offset, nbytes)
+        ctypes.string_at(int(segments.pointers[segment, rank]) + offset, nbytes)
         for rank, (segment, offset, nbytes) in enumerate(places)
     ]
 
@@ -147,6 +148,15 @@ def test_attributes_and_repr():
     mk.LocalWorld(3).run(program)
 
 
+def test_users_see_what_they_call_and_nothing_else():
+    names = {name for name in dir(mk.Communicator) if not name.startswith("_")}
+    arrays, calls = {"empty", "zeros", "asarray", "asnumpy"}, {"launch", "barrier", "synchronize"}
+    assert names == {"closed", "close", "rows", "row_counts", *arrays, *calls}
+    (state,) = worlds.run(1, lambda comm: {name for name in vars(comm) if name[0] != "_"})
+    places = {"node", "num_nodes", "local_rank", "local_size"}
+    assert state == {"mpi", "rank", "size", "target", "device", *places}
+
+
 def test_context_manager_closes_also_behind_an_exception():
     def program(mpi):
         with mk.Communicator(mpi) as comm:
@@ -180,7 +190,7 @@ def test_empty_has_the_asked_shape_dtype_and_order(dtype, order):
             assert array.flags.f_contiguous == model.flags.f_contiguous
             assert array.flags.writeable
             assert array.flags.aligned
-            assert comm.in_segment(array) == bool(array.size)
+            assert comm._runtime.memory.holds(array) == bool(array.size)
         assert comm.empty(3).dtype == np.float64
 
     worlds.run(2, program)
@@ -222,7 +232,7 @@ def test_some_ranks_may_ask_for_nothing():
         return [np.frombuffer(data).tolist() for data in peers_bytes_or_none(comm, array)]
 
     def peers_bytes_or_none(comm, array):
-        return comm.agree("bytes", array.tobytes)
+        return comm._runtime.agree("bytes", array.tobytes)
 
     assert worlds.run(3, program) == [[[], [1.0] * 5, [2.0] * 10]] * 3
 
@@ -256,7 +266,7 @@ def test_asarray_copies_what_is_elsewhere(value, dtype):
         assert (array.shape, array.dtype) == (model.shape, model.dtype)
         np.testing.assert_array_equal(array, model)
         assert not np.shares_memory(array, model)
-        assert comm.in_segment(array) == bool(array.size)
+        assert comm._runtime.memory.holds(array) == bool(array.size)
         # "A copy has the order of `a`, without gaps": NumPy's K order, for axes that run forward.
         if min(model.strides, default=0) >= 0:
             assert array.strides == model.copy(order="K").strides or not array.size
@@ -302,7 +312,7 @@ def test_an_array_of_another_communicator_is_elsewhere():
     def program(mpi):
         with mk.Communicator(mpi) as first, mk.Communicator(mpi) as second:
             array = first.zeros(10)
-            assert not second.in_segment(array)
+            assert not second._runtime.memory.holds(array)
             assert second.asarray(array) is not array
             assert first.asarray(array) is array
 
@@ -339,7 +349,7 @@ def test_memory_is_used_again_when_the_last_view_is_gone():
         cycle.append(cycle)
         del cycle
         comm.barrier()  # a collection that is under way would miss it, and keep others out
-        comm.agree("collected", gc.collect)
+        comm._runtime.agree("collected", gc.collect)
         assert start(comm.empty((100, 100))) == place
 
     worlds.run(2, program)
@@ -564,7 +574,8 @@ def test_the_variables_deadlines_are_taken_and_arguments_win(monkeypatch):
     assert outcomes(2, late_call, entry_timeout=30) == [None, None]
     assert outcomes(2, late_call, entry_timeout=0) == [None, None]
     monkeypatch.setenv("MKERNEL_TIMEOUT", "30,7")
-    assert worlds.run(2, lambda comm: comm._world.progress_timeout_ns) == [7 * 10**9] * 2
+    deadlines = worlds.run(2, lambda comm: comm._runtime.world.struct.progress_timeout_ns)
+    assert deadlines == [7 * 10**9] * 2
     for error in outcomes(2, late_call, entry_timeout=0.2):
         assert isinstance(error, mk.TimeoutError)
 
@@ -587,7 +598,8 @@ def test_agree_gives_objects_of_any_size_to_all():
 
     def program(comm):
         for turn in range(8):
-            found = comm.agree(f"turn {turn}", lambda turn=turn: values[(comm.rank + turn) % 4])
+            own = values[(comm.rank + turn) % 4]
+            found = comm._runtime.agree(f"turn {turn}", lambda own=own: own)
             assert len(found) == comm.size
             for rank, value in enumerate(found):
                 expected = values[(rank + turn) % 4]
@@ -626,11 +638,11 @@ def test_one_ranks_exception_is_raised_by_all_and_closes_nothing(raised, kind):
     def program(comm):
         for _ in range(2):
             with pytest.raises(kind, match="rank 1: ") as caught:
-                comm.agree("to work", lambda: work(comm))
+                comm._runtime.agree("to work", lambda: work(comm))
             assert type(caught.value) is kind
             assert "good" in str(caught.value)
             assert not comm.closed
-        return comm.agree("to go on", lambda: comm.rank)
+        return comm._runtime.agree("to go on", lambda: comm.rank)
 
     assert outcomes(3, program) == [[0, 1, 2]] * 3
 
@@ -642,7 +654,7 @@ def test_of_several_exceptions_all_raise_the_lowest_ranks():
                 raise (ValueError, KeyError, TypeError)[comm.rank](f"of {comm.rank}")
 
         with pytest.raises(KeyError, match=r"rank 1.*of 1"):
-            comm.agree("to fail", work)
+            comm._runtime.agree("to fail", work)
 
     worlds.run(3, program)
 
@@ -650,7 +662,7 @@ def test_of_several_exceptions_all_raise_the_lowest_ranks():
 def test_a_result_that_cannot_be_sent_is_an_exception_like_any_other():
     def program(comm):
         with rescued(comm):
-            comm.agree("to send", lambda: threading.Lock() if comm.rank == 1 else 5)
+            comm._runtime.agree("to send", lambda: threading.Lock() if comm.rank == 1 else 5)
 
     for error in outcomes(3, program):
         assert isinstance(error, (TypeError, mk.PeerError)), error
@@ -665,7 +677,7 @@ def test_who_is_interrupted_in_an_agreement_is_not_waited_for():
 
     def program(comm):
         with rescued(comm), contextlib.suppress(KeyboardInterrupt):
-            comm.agree("to go on", lambda: work(comm))
+            comm._runtime.agree("to go on", lambda: work(comm))
 
     results = outcomes(3, program)
     for error in results[::2]:
@@ -699,7 +711,7 @@ def test_communicators_at_once_do_not_meet():
     def use(comm, block, rank):
         shared = comm.asarray(block[rank])
         comm.barrier()
-        members = comm.agree("members", lambda: rank)
+        members = comm._runtime.agree("members", lambda: rank)
         expected = np.vstack([block[member] for member in members]) @ b
         for a in (shared, block[rank]):
             np.testing.assert_allclose(mk.allgather_gemm(a, b, comm=comm), expected, atol=1e-12)
@@ -773,7 +785,7 @@ def test_close_may_be_called_again_and_calls_after_it_say_so():
             lambda: comm.empty(3),
             lambda: comm.zeros(3),
             lambda: comm.asarray(array),
-            lambda: comm.agree("x", lambda: 1),
+            lambda: comm._runtime.agree("x", lambda: 1),
             comm.barrier,
             comm.synchronize,
             lambda: mk.allgather_gemm(A, B, comm=comm),
@@ -831,8 +843,8 @@ def test_peers_see_that_a_collected_communicator_is_gone(planned, waiting_in):
         if mpi.Get_rank() != 1:
             return wait(comm)
         if not planned:
-            comm.plans.clear()
-        gone = weakref.ref(comm)
+            comm._runtime.plans.clear()
+        gone = weakref.ref(comm._runtime.calls)
         del comm
         for _ in range(100):  # one is not enough while a collection is under way elsewhere
             gc.collect()
@@ -864,7 +876,7 @@ def test_rooms_that_no_rank_uses_are_given_back_before_larger_ones_are_made():
             array[:] = 7
             del array
             gc.collect()
-        return len(comm._heap_numbers)
+        return len(comm._runtime.memory._heap_numbers)
 
     assert worlds.run(3, program) == [1, 1, 1]
 

@@ -33,7 +33,7 @@ SOURCE = """
             if (launch.member() == 0) launch.announce(p.message);
             for (u64 peer : RingOrder(launch.rank(), launch.size())) {
                 if (!launch.await_call(peer, p.message.digest)) break;
-                u8* theirs = static_cast<u8*>(launch.at(peer, launch.message_of(peer).operand));
+                u8* theirs = static_cast<u8*>(launch.operand_of(peer));
                 if (peer == (launch.rank() + 1) % launch.size())
                     for (i64 i = i64(launch.member()); i < p.chunks; i += i64(movers)) {
                         Lines to{p.landing + i * p.pitch, p.pitch};

@@ -148,7 +148,7 @@ def test_what_does_not_arrive_leaves_nan(engine):
 
     def main(mpi):
         comm = mk.Communicator(mpi, entry_timeout=1)
-        comm.machine.gpu = ENGINES[engine]
+        comm._runtime.machine.gpu = ENGINES[engine]
         x = np.ones((1, 40, 1, 8), "bfloat16")
         out, lse = np.zeros_like(x), np.zeros((1, 1, 40), np.float32)
         asked = {"causal": True, "return_lse": True, "options": SPLIT}

@@ -130,7 +130,7 @@ def test_what_does_not_arrive_leaves_nan():
 
     def main(mpi, name):
         comm = mk.Communicator(mpi, progress_timeout=0)
-        comm.machine.gpu = emulated.ENGINES["hopper"]
+        comm._runtime.machine.gpu = emulated.ENGINES["hopper"]
         rows, layout = mk.moe_dispatch_gemm(tokens, ids, factors, comm=comm)
         out = np.zeros_like(rows if name == "dispatch" else rows[:10])
         calls = {
@@ -146,7 +146,7 @@ def test_what_does_not_arrive_leaves_nan():
         }
         calls[name]()
         out[...] = 0
-        comm._world.entry_timeout_ns = 1_000_000_000
+        comm._runtime.world.struct.entry_timeout_ns = 1_000_000_000
         try:
             if comm.rank == 1:
                 ended.wait(60)

@@ -172,7 +172,7 @@ def test_what_does_not_arrive_leaves_nan(form, engine):
 
     def main(mpi):
         comm = mk.Communicator(mpi, entry_timeout=0.5)
-        comm.machine.gpu = ENGINES[engine]
+        comm._runtime.machine.gpu = ENGINES[engine]
         a, b = np.ones((40, 64), np.float16), np.ones((64, 40), np.float16)
         out = kind(a, b, comm=comm)
         out[...] = 0

@@ -25,8 +25,8 @@ def test_heat_is_one_launch_per_step(size):
 
     def program(comm):
         worlds.chaos(comm, seed=size, delay_ns=(200_000, 100_000))
-        launches, launch = [], comm.machine.launch
-        comm.machine.launch = lambda *request: (launches.append(request), launch(*request))
+        launches, launch = [], comm._runtime.machine.launch
+        comm._runtime.machine.launch = lambda *request: (launches.append(request), launch(*request))
         result = heat.steps_of_kernels(start, 40, comm)
         assert len(launches) == 40
         expected = heat.steps_of_numpy(start, 40)[comm.rows(67)]

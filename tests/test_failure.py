@@ -276,7 +276,7 @@ def test_a_lost_peer_ends_waits_at_once(monkeypatch):
         if comm.rank == 1:
             time.sleep(0.2)
             for rank in (0, 2):
-                lifetime.Lost(comm._pages, rank, comm._signals)(1)
+                lifetime.Lost(comm._runtime.calls.pages, rank, comm._runtime.calls.signals)(1)
             return
         mk.allgather_gemm(A, B, comm=comm)
 
@@ -295,8 +295,8 @@ def test_failure_of_one_pair_ends_the_others_waits():
             time.sleep(1.5)
             return
         if comm.rank == 2:
-            comm._world.entry_timeout_ns = 0
-            comm._entry_seconds = 0
+            comm._runtime.world.struct.entry_timeout_ns = 0
+            comm._runtime._agreements._entry_seconds = 0
         mk.allgather_gemm(A, B, comm=comm)
 
     def warm_program(comm):
@@ -488,7 +488,7 @@ def test_launches_at_once_are_told_apart():
     def program(comm):
         mk.allgather_gemm(A, B, comm=comm)
         if comm.rank == 1:
-            word = comm._signal_pages[comm.rank].running_word
+            word = comm._runtime._signal_pages[comm.rank].running_word
             ctypes.c_uint64.from_address(word).value = 1
         mk.allgather_gemm(A, B, comm=comm)
 
@@ -499,8 +499,9 @@ def test_a_long_wait_says_whom_it_is_for(caplog):
     def program(comm):
         mk.allgather_gemm(A, B, comm=comm)
         if comm.rank == 0:
-            comm._pages[0].set_text(comm._signals.generation + 1, "the next call")
-            comm._tell_who_is_awaited(31.2)
+            calls = comm._runtime.calls
+            calls.pages[0].set_text(calls.signals.generation + 1, "the next call")
+            calls.tell_who_is_awaited(31.2)
 
     worlds.run(2, program)
     (record,) = caplog.records
@@ -582,7 +583,7 @@ def test_what_fails_before_the_launch_is_told_to_the_peers(monkeypatch):
         step = mk.AllGatherGemm(A, B, comm=comm)
         step(A, B)
         if comm.rank == 1:
-            monkeypatch.setattr(comm.machine, "begin", lambda: 1 / 0)
+            monkeypatch.setattr(comm._runtime.machine, "begin", lambda: 1 / 0)
         step(A, B)
 
     began = time.monotonic()
@@ -594,8 +595,8 @@ def test_what_fails_before_the_launch_is_told_to_the_peers(monkeypatch):
 
 def note_fault(comm, rank):
     """Write what a kernel would, which has found too many rows for a rank."""
-    fault = comm._pages[comm.rank].words.fault
-    fault.generation, fault.rank, fault.values[:] = comm.generation, rank, (9, 4, 0)
+    fault = comm._runtime.calls.pages[comm.rank].words.fault
+    fault.generation, fault.rank, fault.values[:] = comm._runtime.calls.generation, rank, (9, 4, 0)
     fault.problem = Problem.CAPACITY
 
 
@@ -688,7 +689,7 @@ def test_close_is_refused_while_a_call_runs():
 def test_close_within_a_call_is_refused():
     def program(comm):
         with pytest.raises(mk.ConcurrentCallError, match="within a call"):
-            comm.agree("to close", comm.close)
+            comm._runtime.agree("to close", comm.close)
         return mk.allgather_gemm(A, B, comm=comm)
 
     for out in outcomes(2, program):

@@ -139,7 +139,7 @@ def test_a_trace_has_all_ranks_on_one_clock(tmp_path, dtype):
             for _ in range(3):
                 out = step(a, b)
         np.testing.assert_array_equal(worlds.get(comm, out), worlds.get(comm, untraced))
-        plans = comm.agree("plans", lambda: step.plan)
+        plans = comm._runtime.agree("plans", lambda: step.plan)
         if comm.rank > 0:
             return
         file = json.loads((tmp_path / "trace.json").read_text())
@@ -188,7 +188,7 @@ def test_arrays_of_other_libraries_are_taken_without_a_copy():
     def program(comm):
         a, b, product = operands(comm)
         for kind in (Interface, DLPack):
-            assert comm.machine.array("b", kind(b)).data.ptr == b.data.ptr
+            assert comm._runtime.machine.array("b", kind(b)).data.ptr == b.data.ptr
             out = worlds.put(comm, np.zeros(product.shape))
             mk.allgather_gemm(kind(a), kind(b), comm=comm, out=kind(out))
             np.testing.assert_array_equal(out.get(), product)
@@ -410,7 +410,7 @@ def test_a_thousand_calls_with_changing_inputs_and_late_ranks_and_roles(size):
         for number in range(1000):
             rows, in_place, own, b, product, dtype = pool[order.integers(len(pool))]
             a = in_place if number % 3 else cupy.empty_like(own)
-            comm.machine.copy(a, own)
+            comm._runtime.machine.copy(a, own)
             c = mk.allgather_gemm(a, b, comm=comm, row_counts=rows, dtype=dtype)
             a.view(np.uint8)[...] = 255
             wrong += (c != product).any()
@@ -441,7 +441,7 @@ def test_five_hundred_calls_of_attention_with_late_ranks_and_roles(size):
         first, wrong = [], cupy.zeros((), np.int64)
         for number in range(500):
             for x, values in zip(qkv, sets[number % 2], strict=True):
-                comm.machine.copy(x, values)
+                comm._runtime.machine.copy(x, values)
             out = mk.ring_attention(*qkv, comm=comm, **asked)
             for x in qkv:
                 x.view(np.uint8)[...] = 255

@@ -13,7 +13,7 @@ from worlds import all_are
 
 import mkernel_cp as mk
 from mkernel_cp import mirrors
-from mkernel_cp.communicator import _real_nodes
+from mkernel_cp.configuration import _real_nodes
 from mkernel_cp.failure import Reason
 from mkernel_cp.host_pages import ANNOUNCED, HostPage, signal
 from mkernel_cp.lifetime import failure_in
@@ -72,7 +72,7 @@ def test_each_host_is_a_node_and_calls_are_right(hosts, nodes, transport):
             out = mk.allgather_gemm(a, data[step, :7], comm=comm)
             a[:] = np.nan
             np.testing.assert_allclose(out, data[step] @ data[step, :7], rtol=0, atol=1e-12)
-        return comm.topology.sizes
+        return comm._runtime.topology.sizes
 
     results = outcomes(hosts, program, nodes=nodes, transport=transport)
     assert results == [nodes or hosts] * size
@@ -85,7 +85,7 @@ def test_some_of_the_ranks_may_be_a_world_of_their_own():
         part = mpi.Split(mpi.Get_rank() in (0, 2))
         with mk.Communicator(part) as comm:
             out = mk.allgather_gemm(A * mpi.Get_rank(), B, comm=comm)
-        return comm.topology.sizes, out[::4, 0].tolist()
+        return comm._runtime.topology.sizes, out[::4, 0].tolist()
 
     results = mk.LocalWorld(4, hosts=(2, 2)).run(main)
     assert results == [((1, 1), [0, 12]), ((1, 1), [6, 18])] * 2
@@ -94,8 +94,8 @@ def test_some_of_the_ranks_may_be_a_world_of_their_own():
 def test_ranks_of_different_hosts_share_no_memory():
     def program(comm):
         comm.zeros(3)
-        here = {page.address for page in comm._pages}
-        return here, comm.segments.pointers[-1].astype(bool).tolist()
+        here = {page.address for page in comm._runtime.calls.pages}
+        return here, comm._runtime.memory.segments.pointers[-1].astype(bool).tolist()
 
     (one, seen), (same, _), (other, _) = outcomes((2, 1), program)
     assert seen == [True, True, False]
@@ -142,14 +142,14 @@ def test_cards_that_miss_what_a_rank_took_along_tell_what_it_did(said, kind):
     def program(comm):
         if comm.rank == 1:
             return None
-        own, other = comm._pages
+        own, other = comm._runtime.calls.pages
         record, generation = own.words.by_proxy, 7
         record.reason, record.peer, record.generation = Reason.NETWORK, 1, generation
         own.words.abort = 1 + comm.rank | 1 << 33
         if said == "refusal":
             other.set_text(generation, "ValueError: a has shape", refusal=True)
         other.words.closed = said == "end"
-        error = failure_in(comm._pages, comm.rank)
+        error = failure_in(comm._runtime.calls.pages, comm.rank)
         own.words.abort = other.words.closed = 0
         return error
 
@@ -240,7 +240,7 @@ def test_without_libraries_or_cards_all_ranks_say_so(monkeypatch):
 def test_nodes_of_one_host_have_real_cards_only_if_they_can_be_opened(monkeypatch):
     def program(mpi):
         with mk.Communicator(mpi, nodes=2) as comm:
-            return comm.network.software, comm.network.cards
+            return comm._runtime.network.software, comm._runtime.network.cards
 
     ports = [
         devices.Port("soft_efa0", devices.EFA, True, 100.0, (), devices.Place()),
@@ -293,7 +293,7 @@ def test_a_silent_host_ends_the_connection():
     """What the operating system is asked for; a cable cannot be pulled here."""
 
     def program(comm):
-        (link,) = comm._mirrors.sockets.values()
+        (link,) = comm._runtime._mirrors.sockets.values()
         alive = link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         return alive, link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 

@@ -58,7 +58,7 @@ class World:
             a = comm.empty(self.a[0][comm.rank].shape, np.float32)
             out = np.empty(self.expected[0][comm.rank].shape, np.float32)
             step = kind(a, b[comm.rank], comm=comm, options=plan, **more)
-            comm.hooks.lanes = lanes
+            comm._runtime.launches.hooks.lanes = lanes
             return comm, step, a, out, step.prepare(a, b[comm.rank], out)
 
         with worlds.one_shot(always):
@@ -71,7 +71,7 @@ class World:
 
         def host(rank, launch):
             comm, _, a, out, _ = self.ranks[rank]
-            ended_well = comm._signals.generation == first + launch + 1
+            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
             if launch >= 0:
                 right = out == self.expected[launch][rank]
                 # What was not finished is NaN; what was finished is right.
@@ -86,7 +86,7 @@ class World:
             comm._pages[rank].words.closed = 0 if goes_on else 1 + comm._signals.generation
             return ended_well
 
-        first = self.ranks[0][0]._signals.generation
+        first = self.ranks[0][0]._runtime.calls.signals.generation
         rows = []
         for rank, (_, _, _, _, (request, _)) in enumerate(self.ranks):
             host(rank, -1)
@@ -171,7 +171,7 @@ def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_world, form, part):
         comm = world.ranks[rank][0]
         with pytest.raises(mk.TimeoutError, match="rank"):
             comm.synchronize()
-        reasons |= {page.words.by_kernel.reason for page in comm._pages}
+        reasons |= {page.words.by_kernel.reason for page in comm._runtime.calls.pages}
     assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
     assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9
 

@@ -32,7 +32,8 @@ SOURCE = """
             const double* theirs = p.own;
             if (step > 0) {
                 if (!launch.await_call(peer, p.message.digest)) break;
-                theirs = static_cast<double*>(launch.at(peer, launch.message_of(peer).operand));
+                theirs = static_cast<double*>(launch.operand_of(peer));
+                if (!theirs) break;
             }
             for (i64 i = launch.agent().lane(); i < p.count; i += launch.agent().lanes())
                 p.out[i64(peer) * p.count + i] = FACTOR * p.factor * theirs[i];
@@ -130,6 +131,22 @@ def test_a_rank_that_does_not_launch_is_named(module):
     mk.LocalWorld(2).run(main)
 
 
+@pytest.mark.parametrize("without", [{1}, {0, 1, 2}], ids=str)
+def test_an_operand_that_was_not_passed_is_told_by_all(module, without):
+    def main(mpi):
+        try:
+            with mk.Communicator(mpi) as comm:
+                own, out = comm.zeros(COUNT), np.empty((3, COUNT))
+                operand = None if comm.rank in without else own
+                kernel = module.kernel("gather_scaled")
+                comm.launch(kernel, 1, (own, out, COUNT, 1.0), operand=operand)
+        except mk.Error as error:
+            return error
+
+    results = mk.LocalWorld(3).run(main)
+    worlds.all_are(results, mk.ArgumentMismatchError, "launch of gather_scaled", "no operand=")
+
+
 def test_a_source_that_has_no_such_kernel_or_does_not_compile(module, tmp_path):
     broken = tmp_path / "broken.cu"
     broken.write_text("#include <mkernel/roles.cuh>\nnonsense\n")
@@ -159,12 +176,20 @@ def test_options_reach_the_compiler(tmp_path):
     worlds.run(1, program)
 
 
+def test_modules_and_kernels_say_what_they_are(module, tmp_path):
+    source = f"{str(tmp_path / 'gather.cu')!r}"
+    text = f"Module({source}, target='auto', arch=None, options=(), defines={{'FACTOR': '2'}})"
+    assert repr(module) == text
+    assert repr(module.kernel("gather_scaled")).startswith(f"Kernel(source={source}, name='gather_")
+
+
 def test_what_a_module_is_not_for_is_refused(module, tmp_path):
     for keywords, kind in (
         ({"target": "gpu"}, ValueError),
         ({"arch": "90"}, ValueError),
         ({"options": "-DFACTOR=2"}, TypeError),
         ({"options": [1]}, TypeError),
+        ({"defines": {"RATE": 0.1}}, TypeError),
     ):
         with pytest.raises(kind, match=next(iter(keywords))):
             mk.Module(tmp_path / "gather.cu", **keywords)

@@ -161,7 +161,8 @@ def test_same_bits_over_repeats_and_splits(dtype):
     def program(comm):
         layout = dispatched(comm, case, 4)
         rows, weights = own_rows(comm, case, 4)
-        splits = [None, (1, 1), (3, 1), (1, 3), *([] if comm.machine.gpu else [(2, 5), (0, 2)])]
+        more = [] if comm._runtime.machine.gpu else [(2, 5), (0, 2)]
+        splits = [None, (1, 1), (3, 1), (1, 3), *more]
         options = [split and mk.Options(split, chunk_bytes=100) for split in splits]
         return {
             worlds.get(
@@ -183,14 +184,14 @@ def test_sums_cross_links_once_and_in_the_type_asked_for(dtype):
         for seed, transfer in ((2, None), (2, "float32"), (3, None), (3, "float32")):
             layout = dispatched(comm, case, seed)
             rows, weights = own_rows(comm, case, seed)
-            before = comm.bytes_from_peers
+            before = worlds.bytes_from_peers(comm)
             options = mk.Options(transfer_dtype=transfer)
             out = mk.moe_combine(rows, weights, layout, comm=comm, options=options)
             expected_sum(case, seed, comm.rank, transfer).assert_close(worlds.get(comm, out))
             ranks_of = ids_of(case, seed)[comm.rank] // 2  # two experts a rank, and -1 for none
             pairs = sum(len(set(row) - {-1, comm.rank}) for row in ranks_of.tolist())
             size = np.dtype(transfer or dtype).itemsize
-            assert comm.bytes_from_peers - before == pairs * case.n * size
+            assert worlds.bytes_from_peers(comm) - before == pairs * case.n * size
 
     worlds.run(3, program)
 
@@ -376,7 +377,7 @@ def test_a_layout_of_another_dispatch_on_one_rank_is_told_on_all(wrong, how, nod
         layout, other = (dispatched(comm, case, seed) for seed in (1, 2))
         rows, weights = own_rows(comm, case, 1, behind=len(layout.source_rank))
         for _ in range(2):
-            right = expected_sum(case, 1, comm.rank, None, None, comm.topology.sizes)
+            right = expected_sum(case, 1, comm.rank, None, None, comm._runtime.topology.sizes)
             right.assert_close(mk.moe_combine(rows, weights, layout, comm=comm))
         if how != "another":
             mine = layout if comm.rank == wrong else None
@@ -461,7 +462,7 @@ class Simulated:
             plan = mk.Options(split, chunk_bytes=16)
             step = mk.MoeCombine(rows, weights, layout, comm=comm, options=plan)
             out = np.empty((len(weights), 2), np.float32)
-            comm.hooks.lanes = lanes
+            comm._runtime.launches.hooks.lanes = lanes
             request = step.prepare(rows, weights, layout, out)
             return comm, step, (rows, weights, layout, layouts), out, request
 
@@ -474,7 +475,7 @@ class Simulated:
 
         def host(rank, launch):
             comm, step, (rows, weights, layout, layouts), out, _ = self.ranks[rank]
-            ended_well = comm._signals.generation == first + launch + 1
+            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
             if launch >= 0:
                 right = np.isclose(out, expected_sum(self.case, launch, rank).value, atol=1e-5)
                 if not (right.all() if ended_well else (right | np.isnan(out)).all()):
@@ -488,11 +489,12 @@ class Simulated:
                 for name in ("expert_offsets", "source_rank", "source_token", "source_slot"):
                     getattr(layout, name)[...] = getattr(layouts[launch + 1], name)
                 place = step._stage  # what a call of the host does before its launch
-                staged = comm.segments[place.segment].bytes[place.offset :][: weights.nbytes]
+                segment = comm._runtime.memory.segments[place.segment]
+                staged = segment.bytes[place.offset :][: weights.nbytes]
                 staged.view(np.float32)[...] = weights.ravel()
             return ended_well
 
-        first = self.ranks[0][0]._signals.generation
+        first = self.ranks[0][0]._runtime.calls.signals.generation
         rows = []
         for rank, (*_, (request, _)) in enumerate(self.ranks):
             host(rank, -1)
@@ -540,6 +542,6 @@ def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
         comm = world.ranks[rank][0]
         with pytest.raises(mk.TimeoutError, match="rank"):
             comm.synchronize()
-        reasons |= {page.words.by_kernel.reason for page in comm._pages}
+        reasons |= {page.words.by_kernel.reason for page in comm._runtime.calls.pages}
     assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
     assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9

@@ -186,7 +186,8 @@ def test_same_bits_over_repeats_and_splits(dtype):
     case = ExpertCase("bits", (20, 0, 31), 24, 17, 7, 3, dtype)
 
     def program(comm):
-        splits = [None, (1, 1), (3, 1), (1, 3), *([] if comm.machine.gpu else [(2, 8), (0, 2)])]
+        more = [] if comm._runtime.machine.gpu else [(2, 8), (0, 2)]
+        splits = [None, (1, 1), (3, 1), (1, 3), *more]
         found = set()
         for option in [split and mk.Options(split, chunk_bytes=100) for split in splits]:
             for _ in range(2):
@@ -204,7 +205,7 @@ def test_a_token_comes_once_however_many_experts_of_a_rank_it_chose(kind):
     case = ExpertCase("bytes", (20, 13, 5), 8, 4, 9, 4, "float32", kind)
 
     def program(comm):
-        before = comm.bytes_from_peers
+        before = worlds.bytes_from_peers(comm)
         _, layout = call(comm, case, 1)
         count = int(layout.count)
         sources, tokens = (
@@ -213,7 +214,7 @@ def test_a_token_comes_once_however_many_experts_of_a_rank_it_chose(kind):
         )
         pairs = set(zip(sources, tokens, strict=True))
         came = sum(source != comm.rank for source, _ in pairs)
-        assert comm.bytes_from_peers - before == came * case.h * 4
+        assert worlds.bytes_from_peers(comm) - before == came * case.h * 4
         return came
 
     came = worlds.run(3, program)
@@ -230,6 +231,10 @@ def test_rows_behind_the_last_are_left_alone():
         out = room[::2, 6::-2][:, :3]
         rows, layout = call(comm, case, 1, capacity=40, out=(out, None))
         assert rows is out
+        assert repr(layout) == (
+            f"<DispatchLayout: up to 40 rows of 2 experts, {case.tokens[comm.rank]} tokens sent "
+            f"of up to 6, 2 experts each, target {comm.target}>"
+        )
         assert_right(comm, case, 1, rows, layout)
         count = int(layout.count)
         assert count < 40
@@ -272,7 +277,7 @@ def test_operands_of_any_strides():
             with mk.MoeDispatchGemm(x, ids, w, comm=comm, num_experts=4, max_tokens=9) as step:
                 worlds.poison(comm)
                 assert_right(comm, case, 3, *step(x, ids, w))
-                in_place = step._params.message.operand.segment != comm.arena.number
+                in_place = step._params.message.operand.segment != comm._runtime.memory.arena.number
                 assert in_place == (name == "in place")
         if comm.target == "host":  # an output that a kernel cannot step through
             rows = np.zeros((most_rows(case), 5), [("pad", "u1"), ("y", "f4")])["y"]
@@ -371,11 +376,11 @@ def test_a_default_capacity_does_not_count_on_repeated_ids():
 
 def test_a_result_without_capacity_is_refused_where_memory_is_short():
     def program(comm):
-        comm.machine.room = lambda: 1000
+        comm._runtime.machine.room = lambda: 1000
         x, ids, w = np.ones((4, 2)), np.zeros((4, 1), int), np.ones((1, 2, 9))
         with pytest.raises(ValueError, match=r"more than a quarter of the 1000 .* capacity="):
             mk.moe_dispatch_gemm(x, ids, w, comm=comm)
-        del comm.machine.room
+        del comm._runtime.machine.room
         mk.moe_dispatch_gemm(x, ids, w, comm=comm)
 
     worlds.run(2, program)
@@ -689,8 +694,8 @@ class Simulated:
                 options=mk.Options(split, (2, 1, 2), 24),
             )
             out = np.empty((16, 2), np.float32)
-            layout = mk.DispatchLayout(step.plan, comm.machine)
-            comm.hooks.lanes = lanes
+            layout = mk.DispatchLayout(step.plan, comm._runtime.machine)
+            comm._runtime.launches.hooks.lanes = lanes
             return comm, step, (x, ids), out, layout, step.prepare(x, ids, w, (out, layout))
 
         self.ranks = mk.LocalWorld(3).run(program)
@@ -720,7 +725,7 @@ class Simulated:
 
         def host(rank, launch):
             comm, _, (x, ids), out, layout, _ = self.ranks[rank]
-            ended_well = comm._signals.generation == first + launch + 1
+            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
             if launch >= 0 and not self.is_right(rank, launch, out, layout, ended_well):
                 faults.append((seed, rank, launch, out.copy()))
             if launch + 1 < LAUNCHES:
@@ -734,7 +739,7 @@ class Simulated:
             worlds.poison(comm)
             return ended_well
 
-        first = self.ranks[0][0]._signals.generation
+        first = self.ranks[0][0]._runtime.calls.signals.generation
         rows = []
         for rank, (*_, (request, _)) in enumerate(self.ranks):
             host(rank, -1)
@@ -789,6 +794,6 @@ def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
         comm = world.ranks[rank][0]
         with pytest.raises(mk.TimeoutError, match="rank"):
             comm.synchronize()
-        reasons |= {page.words.by_kernel.reason for page in comm._pages}
+        reasons |= {page.words.by_kernel.reason for page in comm._runtime.calls.pages}
     assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
     assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9

@@ -80,9 +80,9 @@ def own_operands(comm, case, seed, tokens=None):
 def poison(comm, step=None):
     """NaN wherever nothing has come to be yet."""
     worlds.poison(comm)
-    for plan in [step] if step else comm.plans.values():
+    for plan in [step] if step else comm._runtime.plans.values():
         for name in ("hidden", "made", "stash") if isinstance(plan, mk.MoeLayer) else ():
-            comm.machine.fill(plan._room[name], np.nan)
+            comm._runtime.machine.fill(plan._room[name], np.nan)
 
 
 def call(comm, case, seed, **keywords):
@@ -130,7 +130,7 @@ def test_many_calls_of_one_plan_with_any_numbers_of_tokens(size, lanes):
             for seed, (turn, tokens) in enumerate(turns):
                 x, ids, weights, w1, w2 = own_operands(comm, turn, seed, tokens)
                 shared = room[: len(x)]
-                comm.machine.copy(shared, x)
+                comm._runtime.machine.copy(shared, x)
                 ids, weights = ids.copy(), weights.copy()
                 poison(comm, step)
                 out = step(shared, ids, weights, w1, w2)
@@ -215,7 +215,7 @@ def test_tokens_and_sums_cross_links_once(transfer):
     case = ExpertCase("bytes", (20, 13, 5), 8, 4, 6, 4, "bfloat16", "zipf", None, "swiglu", 10)
 
     def program(comm):
-        before = comm.bytes_from_peers
+        before = worlds.bytes_from_peers(comm)
         out = call(comm, case, 1, options=mk.Options(transfer_dtype=transfer))
         expected_layer(case, 1, comm.rank, transfer).assert_close(out)
         ranks_of = [ids // 2 for ids in ids_of(case, 1)]  # two experts a rank, and -1 for none
@@ -226,7 +226,8 @@ def test_tokens_and_sums_cross_links_once(transfer):
         )
         pairs = sum(len(set(row) - {-1, comm.rank}) for row in ranks_of[comm.rank].tolist())
         size = np.dtype(transfer or "bfloat16").itemsize
-        assert comm.bytes_from_peers - before == came * case.h * 2 + pairs * case.columns * size
+        moved = worlds.bytes_from_peers(comm) - before
+        assert moved == came * case.h * 2 + pairs * case.columns * size
 
     worlds.run(3, program)
 
@@ -298,10 +299,10 @@ def test_faults_of_data_are_told_on_all_ranks_and_nothing_is_written():
 
 def test_a_layer_without_capacity_is_refused_where_memory_is_short():
     def program(comm):
-        comm.machine.room = lambda: 1000
+        comm._runtime.machine.room = lambda: 1000
         with pytest.raises(ValueError, match=r"more than a quarter of the 1000 .* capacity="):
             mk.moe_layer(X, IDS, WEIGHTS, W1, W2, comm=comm)
-        del comm.machine.room
+        del comm._runtime.machine.room
         mk.moe_layer(X, IDS, WEIGHTS, W1, W2, comm=comm)
 
     worlds.run(2, program)
@@ -474,7 +475,7 @@ class Simulated:
             asked = {"num_experts": 5, "activation": activation, "options": plan}
             step = mk.MoeLayer(*own, comm=comm, capacity=16, **asked)
             out = np.empty((len(x), 2), np.float32)
-            comm.hooks.lanes = lanes
+            comm._runtime.launches.hooks.lanes = lanes
             return comm, step, own, out, step.prepare(*own, out)
 
         self.ranks = mk.LocalWorld(3).run(program)
@@ -486,7 +487,7 @@ class Simulated:
 
         def host(rank, launch):
             comm, step, own, out, _ = self.ranks[rank]
-            ended_well = comm._signals.generation == first + launch + 1
+            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
             if launch >= 0:
                 right = np.isclose(out, expected_layer(self.case, launch, rank).value, atol=1e-5)
                 if not (right.all() if ended_well else (right | np.isnan(out)).all()):
@@ -497,11 +498,12 @@ class Simulated:
                 blocks = own_operands(comm, self.case, launch + 1)
                 own[0][...], own[1][...] = blocks[:2]
                 place = step._stage_of_weights  # what a call of the host does before its launch
-                staged = comm.segments[place.segment].bytes[place.offset :][: blocks[2].nbytes]
+                segment = comm._runtime.memory.segments[place.segment]
+                staged = segment.bytes[place.offset :][: blocks[2].nbytes]
                 staged.view(np.float32)[...] = blocks[2].ravel()
             return ended_well
 
-        first = self.ranks[0][0]._signals.generation
+        first = self.ranks[0][0]._runtime.calls.signals.generation
         rows = []
         for rank, (*_, (request, _)) in enumerate(self.ranks):
             host(rank, -1)
@@ -550,6 +552,6 @@ def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
         comm = world.ranks[rank][0]
         with pytest.raises(mk.TimeoutError, match="rank"):
             comm.synchronize()
-        reasons |= {page.words.by_kernel.reason for page in comm._pages}
+        reasons |= {page.words.by_kernel.reason for page in comm._runtime.calls.pages}
     assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
     assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9

@@ -118,7 +118,7 @@ def test_what_a_node_needs_crosses_once_and_no_heap_is_mapped(nodes, causal, tra
 
     def program(comm):
         batch, heads, columns = shape
-        positions, topology = counts[comm.rank], comm.topology
+        positions, topology = counts[comm.rank], comm._runtime.topology
         asked = {"comm": comm, "seq_counts": counts, "causal": causal, "scale": 1.0}
         whole = comm.zeros((batch, 2 * heads, positions, columns), np.float32)
         q = np.ones((batch, positions, 2 * heads, columns), np.float32)
@@ -127,13 +127,13 @@ def test_what_a_node_needs_crosses_once_and_no_heap_is_mapped(nodes, causal, tra
             k = own.transpose(0, 2, 1, 3)
             k[:] = comm.rank
             with mk.RingAttention(q, k, k, max_workspace=limit, **asked) as step:
-                before, pulled = comm.network.counters(), comm.bytes_from_peers
+                before, pulled = comm._runtime.network.counters(), worlds.bytes_from_peers(comm)
                 for _ in range(3):
                     out = step(q, k, k)
-                sent = comm.network.counters()[0] - before[0]
+                sent = comm._runtime.network.counters()[0] - before[0]
                 plan = step.plan
                 assert sent == 3 * plan.bytes_to_network
-                assert comm.bytes_from_peers - pulled == 3 * plan.bytes_from_peers
+                assert worlds.bytes_from_peers(comm) - pulled == 3 * plan.bytes_from_peers
             # Causal: only what ranks of a later node see.
             to = sum(node > topology.node or not causal for node in range(len(nodes)))
             to -= not causal

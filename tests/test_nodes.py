@@ -162,15 +162,15 @@ def test_each_byte_crosses_the_network_once_and_no_heap_is_mapped(order, transpo
             own[:] = comm.rank
             b = np.ones((k, comm.rank), np.float32)  # rank 0 has no columns, and passes rows on
             with mk.AllGatherGemm(own, b, comm=comm, row_counts=counts) as step:
-                before, pulled = comm.network.counters(), comm.bytes_from_peers
+                before, pulled = comm._runtime.network.counters(), worlds.bytes_from_peers(comm)
                 for _ in range(3):
                     out = step(own, b)
-                sent = comm.network.counters()[0] - before[0]
+                sent = comm._runtime.network.counters()[0] - before[0]
                 assert sent == 3 * step.plan.bytes_to_network
                 assert sent == 3 * (2 * counts[comm.rank] * k * 4 + letters(comm))
-                assert comm.bytes_from_peers - pulled == 3 * step.plan.bytes_from_peers
+                assert worlds.bytes_from_peers(comm) - pulled == 3 * step.plan.bytes_from_peers
             assert np.array_equal(out, np.repeat(np.arange(4), counts)[:, None] * k * b[:1])
-        assert comm.segments.pointers.shape[0] > 1
+        assert comm._runtime.memory.segments.pointers.shape[0] > 1
         return maps_its_node_only(comm)
 
     counters = worlds.run(4, program, nodes=(1, 2, 1), transport=transport)
@@ -180,15 +180,15 @@ def test_each_byte_crosses_the_network_once_and_no_heap_is_mapped(order, transpo
 
 def letters(comm):
     """Bytes of a call besides its data."""
-    return 64 * (len(comm.topology.gateways) + len(comm.topology.sources))
+    return 64 * (len(comm._runtime.topology.gateways) + len(comm._runtime.topology.sources))
 
 
 def maps_its_node_only(comm):
     """Check that no heap of another node is mapped; return what its card has counted."""
-    others = [rank for rank in range(comm.size) if rank not in comm.topology.peers]
-    assert not comm.segments.pointers[:, others].any()
-    assert comm.segments.pointers[:, comm.topology.peers].all()
-    return comm.network.counters()
+    others = [rank for rank in range(comm.size) if rank not in comm._runtime.topology.peers]
+    assert not comm._runtime.memory.segments.pointers[:, others].any()
+    assert comm._runtime.memory.segments.pointers[:, comm._runtime.topology.peers].all()
+    return comm._runtime.network.counters()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -199,16 +199,16 @@ def test_a_node_sends_one_sum_of_each_row(operator, transport):
 
     def program(comm):
         a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
-        rows, topology = comm.row_counts(m), comm.topology
+        rows, topology = comm.row_counts(m), comm._runtime.topology
         for tile in ((2, 12, 8), (5, 40, 3)):
             with CLASSES[operator](a, b, comm=comm, options=mk.Options(tile=tile)) as step:
-                before, pushed = comm.network.counters(), comm.bytes_from_peers
+                before, pushed = comm._runtime.network.counters(), worlds.bytes_from_peers(comm)
                 for _ in range(3):
                     out = step(a, b)
                     assert (out == 4 * k).all()
-                sent = comm.network.counters()[0] - before[0]
+                sent = comm._runtime.network.counters()[0] - before[0]
                 assert sent == 3 * step.plan.bytes_to_network
-                assert comm.bytes_from_peers - pushed == 3 * step.plan.bytes_from_peers
+                assert worlds.bytes_from_peers(comm) - pushed == 3 * step.plan.bytes_from_peers
             partial = sum(rows[source] for source in topology.sources)
             total = len(topology.gateways) * rows[comm.rank] * (operator == "gemm_allreduce")
             assert sent == 3 * ((partial + total) * n * 4 + letters(comm))

@@ -90,6 +90,29 @@ def test_a_call_with_the_same_arrays_is_prepared_once(prepared, kind, form):
     assert len(again) == len(set(again)) == 4  # two of each rank
 
 
+def test_arguments_of_another_type_are_refused_as_by_a_first_call(prepared):
+    """Though they are equal to those of an earlier call."""
+
+    def program(comm):
+        a, b = np.ones((4, 3)), np.ones((3, 2))
+        x, ids, w = np.ones((4, 3)), np.zeros((4, 1), np.int64), np.ones((1, 3, 2))
+        gather = partial(mk.allgather_gemm, a, b, comm=comm)
+        dispatch = partial(mk.moe_dispatch_gemm, x, ids, w, comm=comm)
+        for call, name, right, wrong in (
+            (gather, "row_counts", (4,), (4.0,)),
+            (dispatch, "capacity", 8, 8.0),
+            (dispatch, "max_tokens", 4, 4.0),
+            (dispatch, "num_experts", 1, True),
+        ):
+            out = call(**{name: right})
+            for value in (right, np.array(right)[()] if name != "row_counts" else (np.int64(4),)):
+                call(**{name: value}, out=out)
+            with pytest.raises(TypeError, match=name):
+                call(**{name: wrong}, out=out)
+
+    worlds.run(1, program)
+
+
 def test_a_call_is_prepared_anew_when_segments_have_changed(prepared):
     """What has the address of one that is gone need not be where peers look for it."""
 
@@ -108,6 +131,32 @@ def test_a_call_is_prepared_anew_when_segments_have_changed(prepared):
     assert len(again) > len(set(again)) == 2
 
 
+def test_an_operator_says_in_one_line_what_it_is_for():
+    def program(comm):
+        x, ids, w = np.ones((6, 4)), np.zeros((6, 2), np.int64), np.ones((2, 4, 3))
+        layout = mk.moe_dispatch_gemm(x, ids, w, comm=comm)[1]
+        texts = {}
+        for kind, shapes in OPERANDS.items():
+            types = (np.int64 if name == "topk_idx" else np.float64 for name in kind.names)
+            arrays = [np.zeros(*pair) for pair in zip(shapes, types, strict=True)]
+            step = kind(*arrays, *[layout] * (kind is mk.MoeCombine), comm=comm)
+            texts[kind] = repr(step)
+            step.close()
+            assert repr(step) == f"{texts[kind][:-1]}, closed>"
+        return texts
+
+    for rank, texts in enumerate(worlds.run(2, program)):
+        assert texts[mk.AllGatherGemm] == (
+            f"<AllGatherGemm: (18, 5) @ (5, 7) float64 -> float64, rank {rank} of 2, rows [9, 9], "
+            "target host, engine host>"
+        )
+        for kind, text in texts.items():
+            assert text.startswith(f"<{kind.__name__}: ")
+            assert "\n" not in text
+            for part in ("float64", f"rank {rank} of 2", "target host", "engine host"):
+                assert part in text
+
+
 def test_a_capture_hears_of_an_arena_that_another_plan_has_replaced(monkeypatch):
     def refuse(machine, what):
         raise mk.ConfigurationError(f"{what} while ...: warm up first")
@@ -118,7 +167,8 @@ def test_a_capture_hears_of_an_arena_that_another_plan_has_replaced(monkeypatch)
             out = step(a, b)
             mk.gemm_allreduce(np.ones((400, 4)), b, comm=comm)
             with monkeypatch.context() as patch:
-                patch.setattr(comm.machine, "refuse_capture", partial(refuse, comm.machine))
+                machine = comm._runtime.machine
+                patch.setattr(machine, "refuse_capture", partial(refuse, machine))
                 with pytest.raises(mk.ConfigurationError, match=r"arena a later plan has .* warm"):
                     step(a, b, out=out)
             step(a, b, out=out)

@@ -246,6 +246,8 @@ def test_wrong_options_are_named(keywords):
         {"chunk_bytes": 1e5},
         {"chunk_bytes": 1.5},
         {"chunk_bytes": "1000"},
+        {"chunk_bytes": True},
+        {"tile": (8, 8, True)},
         {"sm_budget": 8.0},
         {"tf32": 1},
         {"tf32": None},

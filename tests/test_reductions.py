@@ -60,7 +60,7 @@ def call_case(operator, comm, case, seed, integers=False):
     whole = operator == "gemm_allreduce"
     return worlds.get(comm, out), worlds.expected_sum(
         *(case_of(operator, case), seed, None if whole else comm.rank),
-        *(comm.topology.sizes, integers),
+        *(comm._runtime.topology.sizes, integers),
     )
 
 
@@ -275,10 +275,10 @@ def test_counted_bytes_are_the_plans(operator):
             options = mk.Options(transfer_dtype=f"float{8 * size}")
             a, b = worlds.put(comm, a), worlds.put(comm, b)
             with CLASSES[operator](a, b, comm=comm, options=options, dtype=np.float32) as step:
-                before = comm.bytes_from_peers
+                before = worlds.bytes_from_peers(comm)
                 step(a, b)
                 step(a, b)
-                assert comm.bytes_from_peers - before == 2 * step.plan.bytes_from_peers
+                assert worlds.bytes_from_peers(comm) - before == 2 * step.plan.bytes_from_peers
                 own = comm.row_counts(m)[comm.rank]
                 partials, sums = 2 * own * n * size, (m - own) * n * 4
                 whole = operator == "gemm_allreduce"
@@ -345,11 +345,11 @@ def test_terms_may_change_without_the_others():
 
     def program(comm):
         for k in (3, 3 + comm.rank, 0 if comm.rank else 5, 3):
-            agreements = len(comm._agreements)
+            agreements = len(comm._runtime._agreed)
             out = mk.gemm_allreduce(np.ones((5, k)), np.ones((k, 4)), comm=comm)
-            total = sum(comm.agree("terms", lambda k=k: k))
+            total = sum(comm._runtime.agree("terms", lambda k=k: k))
             np.testing.assert_array_equal(out, total)
-            assert agreements in (0, len(comm._agreements))
+            assert agreements in (0, len(comm._runtime._agreed))
 
     worlds.run(3, program)
 

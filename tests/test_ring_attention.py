@@ -305,7 +305,7 @@ def test_keys_and_values_in_a_segment_are_read_in_place_and_others_copied():
                 out = worlds.get(comm, step(q, k, v))
                 expected(case, 5, rank)[0].assert_close(out, name)
                 segment = step._params.own.keys.place.segment
-                assert (segment != comm.arena.number) == (shared and contiguous)
+                assert (segment != comm._runtime.memory.arena.number) == (shared and contiguous)
 
     worlds.run(3, program)
 
@@ -407,11 +407,11 @@ def test_a_rank_pulls_only_what_it_uses(causal, layout):
     def program(comm):
         q, k, v = (worlds.put(comm, blocks[comm.rank]) for blocks in blocks_of(case, 1))
         with mk.RingAttention(q, k, v, comm=comm, causal=causal, layout=layout) as step:
-            before = comm.bytes_from_peers
+            before = worlds.bytes_from_peers(comm)
             step(q, k, v)
             step(q, k, v)
             comm.synchronize()
-            assert comm.bytes_from_peers - before == 2 * step.plan.bytes_from_peers
+            assert worlds.bytes_from_peers(comm) - before == 2 * step.plan.bytes_from_peers
             return step.plan.bytes_from_peers // (2 * 2 * 8 * 4)
 
     assert worlds.run(4, program) == used
@@ -829,7 +829,7 @@ class Simulated:
                 options=mk.Options(split, (2, 2, 2), 16),
             )
             assert step.plan.window == window
-            comm.hooks.lanes = lanes
+            comm._runtime.launches.hooks.lanes = lanes
             return comm, step, qkv, out, step.prepare(*qkv, out)
 
         self.ranks = mk.LocalWorld(3).run(program)
@@ -841,7 +841,7 @@ class Simulated:
 
         def host(rank, launch):
             comm, _, qkv, out, _ = self.ranks[rank]
-            ended_well = comm._signals.generation == first + launch + 1
+            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
             if launch >= 0:
                 right = np.isclose(out, expected(self.case, launch, rank)[0].value, atol=1e-5)
                 # What was not finished is NaN; what was finished is right.
@@ -853,7 +853,7 @@ class Simulated:
             worlds.poison(comm)
             return ended_well
 
-        first = self.ranks[0][0]._signals.generation
+        first = self.ranks[0][0]._runtime.calls.signals.generation
         rows = []
         for rank, (*_, (request, _)) in enumerate(self.ranks):
             host(rank, -1)
@@ -909,6 +909,6 @@ def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
         comm = world.ranks[rank][0]
         with pytest.raises(mk.TimeoutError, match="rank"):
             comm.synchronize()
-        reasons |= {page.words.by_kernel.reason for page in comm._pages}
+        reasons |= {page.words.by_kernel.reason for page in comm._runtime.calls.pages}
     assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
     assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9

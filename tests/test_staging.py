@@ -56,14 +56,15 @@ def test_calls_and_replays_with_late_ranks_and_roles(size, nodes, operator, tran
     turns, calls = Turns(operator, size, 6), range(6)
 
     def program(comm):
-        assert comm.network.staged
+        assert comm._runtime.network.staged
         late = (500_000, 200_000, 300_000, 400_000, 300_000, 600_000, 600_000)
         worlds.chaos(comm, seed=7 * size, lanes=1 + size % 3, delay_ns=late)
         with worlds.stream(comm):
             a = comm.empty(turns.a[comm.rank][0].shape, np.float32)
             b = worlds.put(comm, turns.b[comm.rank])
             out = worlds.put(comm, np.zeros_like(turns.expected[comm.rank][0]))
-            options = None if comm.machine.gpu else turns.options[size % len(turns.options)]
+            every = [None] if comm._runtime.machine.gpu else turns.options
+            options = every[size % len(every)]
             asked = {"row_counts": turns.counts, "options": options}
             call(operator, comm, a, b, **asked)
             comm.synchronize()
@@ -137,9 +138,9 @@ def test_cards_write_what_the_plan_says_and_no_more(order, chunk_bytes):
         a = np.full((counts[comm.rank], k), comm.rank, np.float32, order=order)
         b, options = np.ones((k, 3), np.float32), mk.Options(chunk_bytes=chunk_bytes)
         with mk.AllGatherGemm(a, b, comm=comm, row_counts=counts, options=options) as step:
-            before = comm.network.counters()[0]
+            before = comm._runtime.network.counters()[0]
             out = step(a, b)
-            sent = comm.network.counters()[0] - before
+            sent = comm._runtime.network.counters()[0] - before
             assert sent == step.plan.bytes_to_network > 2 * a.nbytes + letters(comm)
             assert "through slots of host memory" in step.plan.explain()
         assert np.array_equal(out, np.repeat(np.arange(4), counts)[:, None] * k * b[:1])
@@ -156,9 +157,9 @@ def test_cards_write_sums_as_the_plan_says(operator):
         a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
         for tile in ((2, 12, 8), (5, 40, 3)):
             with CLASSES[operator](a, b, comm=comm, options=mk.Options(tile=tile)) as step:
-                before = comm.network.counters()[0]
+                before = comm._runtime.network.counters()[0]
                 assert (step(a, b) == 4 * k).all()
-                assert comm.network.counters()[0] - before == step.plan.bytes_to_network
+                assert comm._runtime.network.counters()[0] - before == step.plan.bytes_to_network
 
     worlds.run(4, program, nodes=(1, 2, 1))
 
@@ -174,9 +175,9 @@ def test_cards_write_keys_and_values_as_the_plan_says(window):
         asked = {"seq_counts": counts, "causal": window == 2, "max_workspace": room}
         options = mk.Options(chunk_bytes=640)
         with mk.RingAttention(q, k, k, comm=comm, options=options, **asked) as step:
-            before = comm.network.counters()[0]
+            before = comm._runtime.network.counters()[0]
             assert np.allclose(step(q, k, k), 1)
-            assert comm.network.counters()[0] - before == step.plan.bytes_to_network
+            assert comm._runtime.network.counters()[0] - before == step.plan.bytes_to_network
             assert "through slots of host memory" in step.plan.explain()
 
     worlds.run(4, program, nodes=(1, 2, 1), transport=TRANSPORTS[window == 2])
@@ -190,9 +191,9 @@ def test_cards_write_tokens_and_sums_as_the_plan_says(kind):
 
     def program(comm):
         def sent(call):
-            before = comm.network.counters()[0]
+            before = comm._runtime.network.counters()[0]
             call()
-            return comm.network.counters()[0] - before
+            return comm._runtime.network.counters()[0] - before
 
         own, options = own_operands(comm, case, 1), mk.Options(chunk_bytes=1500)
         asked = {"comm": comm, "options": options}
@@ -207,7 +208,7 @@ def test_cards_write_tokens_and_sums_as_the_plan_says(kind):
             planned = step.plan.combine.sums_to_network(comm.rank, ids, 9)
             planned += step.plan.combine.weights_to_network(comm.rank, case.tokens)
             assert sent(lambda: step(made, weights, layout, out=out)) == planned
-            expected_sum(case, 1, comm.rank, nodes=comm.topology.sizes).assert_close(out)
+            expected_sum(case, 1, comm.rank, nodes=comm._runtime.topology.sizes).assert_close(out)
         with mk.MoeLayer(*own, num_experts=9, activation=None, **asked) as step:
             planned = step.plan.layer.dispatch.bytes_to_network(comm.rank, ids)
             planned += step.plan.layer.combine.sums_to_network(comm.rank, ids, 9)

@@ -44,7 +44,7 @@ def traced(path, split, *, lanes=1, **keywords):
             for i in range(CALLS):
                 worlds.poison(comm)
                 np.testing.assert_array_equal(step(*operands(comm, i)), untraced[i])
-                generations.append(comm.generation)
+                generations.append(comm._runtime.calls.generation)
         np.testing.assert_array_equal(step(*operands(comm)), untraced[0])
         return step.plan, generations
 
@@ -236,12 +236,12 @@ def test_nothing_stays_allocated(tmp_path):
         a, b = operands(comm)
         with mk.trace(tmp_path / "trace.json"):
             mk.allgather_gemm(a, b, comm=comm, row_counts=COUNTS)
-            (book,) = current()._recorders[comm]._books
+            (book,) = current()._recorders[comm._runtime.launches]._books
             memory = weakref.ref(book._events)
-            assert comm._world.trace == book.address
+            assert comm._runtime.world.struct.trace == book.address
             del book
         assert memory() is None
-        assert comm._world.trace == 0
+        assert comm._runtime.world.struct.trace == 0
         assert current() is None
 
     worlds.run(len(COUNTS), program)

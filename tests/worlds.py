@@ -82,13 +82,13 @@ def put(comm, array):
 
 def get(comm, array):
     """A result in host memory."""
-    return comm.machine.asnumpy(array)
+    return comm.asnumpy(array)
 
 
 def fill(comm, array, values):
     """Write values into an array of this target, in the order of the calls."""
     values = np.broadcast_to(np.asarray(values, array.dtype), array.shape)
-    comm.machine.copy(array, put(comm, np.ascontiguousarray(values)))
+    comm._runtime.machine.copy(array, put(comm, np.ascontiguousarray(values)))
 
 
 def stream(comm):
@@ -124,7 +124,7 @@ def different_options(comm, dtype):
 
 def small_tile(comm, tile):
     """A tile that makes many of a small problem; engines of GPUs have larger ones only."""
-    return None if comm.machine.gpu else tile
+    return None if comm._runtime.machine.gpu else tile
 
 
 def stage(patch, slot_bytes, slots=2):
@@ -152,7 +152,7 @@ def one_shot(always):
 
 def poison(comm, byte=NAN):
     """Fill the data of this rank's arena, by default with NaN: what has not arrived shows."""
-    if comm.arena is not None:
+    if comm._runtime.memory.arena is not None:
         _arena_data(comm)[...] = byte
 
 
@@ -162,13 +162,20 @@ def poisoned(comm):
 
 
 def _arena_data(comm):
-    start = comm.arena.data_offset_for(comm.arena.signals)
-    return comm.segments[comm.arena.number].bytes[start:]
+    memory = comm._runtime.memory
+    start = memory.arena.data_offset_for(memory.arena.signals)
+    return memory.segments[memory.arena.number].bytes[start:]
+
+
+def bytes_from_peers(comm):
+    """How much kernels have brought to this rank, as they counted it."""
+    return comm._runtime.launches.bytes_from_peers
 
 
 def chaos(comm, *, seed, lanes=1, delay_ns=(0, 0)):
     """Let launches yield at random points, copy early at random, and start roles late."""
-    comm.hooks.seed, comm.hooks.lanes, comm.hooks.delay_ns = seed, lanes, delay_ns
+    hooks = comm._runtime.launches.hooks
+    hooks.seed, hooks.lanes, hooks.delay_ns = seed, lanes, delay_ns
 
 
 def all_are(results, kind, *texts):

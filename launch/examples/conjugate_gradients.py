@@ -30,7 +30,7 @@ def matrix(size, rows):
 def solve(s, b, comm, tolerance=1e-10, most=500):
     """Return this rank's rows of x, and the iterations, from its rows of S and b, NumPy's all."""
     counts = comm.row_counts(s.shape[1])
-    s, b = (comm.machine.asarray(part, None) for part in (s, b))  # on the GPU, if there is one
+    s, b = (comm.asarray(part) for part in (s, b))  # on the GPU, if there is one
     x, residual, direction = np.zeros_like(b), b.copy(), b.copy()
     product = np.empty_like(b)
 
@@ -43,7 +43,7 @@ def solve(s, b, comm, tolerance=1e-10, most=500):
     enough = tolerance**2 * square
     for iteration in range(most):
         if bool((square <= enough).all()):
-            return comm.machine.asnumpy(x), iteration
+            return comm.asnumpy(x), iteration
         multiply(s.T, direction, out=product)
         curvature = dot(direction, product)
         step = square / np.where(curvature > 0, curvature, 1)  # 0 for a column that is solved

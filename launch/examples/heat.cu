@@ -30,7 +30,8 @@ MK_KERNEL(heat, HeatParams, p) {
         for (u64 peer : RingOrder(rank, size)) {
             if (peer == above || peer == below) {
                 if (!launch.await_call(peer, p.message.digest)) break;
-                double* theirs = static_cast<double*>(launch.at(peer, launch.message_of(peer).operand));
+                double* theirs = static_cast<double*>(launch.operand_of(peer));
+                if (!theirs) break;
                 if (peer == above) theirs += (p.rows_above - 1) * p.columns;
                 const i64 side = peer == above ? 0 : 1;
                 Lines to{reinterpret_cast<u8*>(p.halo + side * p.columns), bytes};

@@ -18,8 +18,8 @@ import mkernel_cp as mk
 
 def solve(a, b, comm):
     """Return x from this rank's rows of A and b, NumPy's both."""
-    terms = comm.machine.asarray(np.column_stack([a, b]), None)  # on the GPU, if there is one
-    sums = comm.machine.asnumpy(mk.gemm_allreduce(terms[:, :-1].T, terms, comm=comm))
+    terms = comm.asarray(np.column_stack([a, b]))  # on the GPU, if there is one
+    sums = comm.asnumpy(mk.gemm_allreduce(terms[:, :-1].T, terms, comm=comm))
     return np.linalg.solve(sums[:, :-1], sums[:, -1])
 
 

@@ -55,7 +55,7 @@ def attend(positions, comm, weights, dtype=np.float32):
         return_lse=True,
     )
     comm.synchronize()
-    return own, comm.machine.asnumpy(out)[0], comm.machine.asnumpy(lse)[0].T
+    return own, comm.asnumpy(out)[0], comm.asnumpy(lse)[0].T
 
 
 def row(position, weights):

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from .. import reference
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..errors import ConfigurationError, Error
 from ..targets import cuda
 from .data import Operands
@@ -55,7 +55,7 @@ def attempt(comm: Communicator, work: Callable[[], Any]) -> Any:
     except Exception as error:
         name = "" if isinstance(error, Error) else f"{type(error).__name__}: "
         problem = name + str(error).strip().partition("\n")[0]
-    problems = comm.agree("whether that worked", lambda: problem)
+    problems = runtime_of(comm).agree("whether that worked", lambda: problem)
     return next(filter(None, problems), result)
 
 
@@ -290,7 +290,7 @@ def nccl_for(comm: Communicator) -> Nccl:
 
 
 def _of_first_rank(comm: Communicator, make: Callable[[], Any]) -> Any:
-    return comm.agree("to start NCCL", lambda: make() if comm.rank == 0 else None)[0]
+    return runtime_of(comm).agree("to start NCCL", lambda: make() if comm.rank == 0 else None)[0]
 
 
 # What nccl.h calls a type, and the addition.
@@ -517,7 +517,7 @@ class AsyncTensorParallel:
         self._torch = Torch()
         self._distributed = importlib.import_module("torch.distributed")
         self._torch.module.cuda.set_device(self._torch.device)
-        port = comm.agree("to start PyTorch", _free_port)[0]
+        port = runtime_of(comm).agree("to start PyTorch", _free_port)[0]
         self._distributed.init_process_group(
             "nccl",
             init_method=f"tcp://127.0.0.1:{port}",

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from .. import settings
-from ..communicator import Communicator, extent
+from ..communicator import Communicator, runtime_of
 from ..errors import Error
+from ..memory import extent
 from ..transport.check import exchange, plain_network
 from .timing import Gate, interleaved_ms
 
@@ -35,8 +36,8 @@ def link_rate(comm: Communicator, clock: Any, gate: Gate) -> float:
     Collective; inf where a node has one rank. The best of pull and push, by the copy engines and by
     a kernel; the peers take turns, and no two ranks use the same one at a time.
     """
-    begin, size = comm.topology.begin, comm.local_size
-    least = min(comm.topology.sizes)
+    begin, size = runtime_of(comm).topology.begin, comm.local_size
+    least = min(runtime_of(comm).topology.sizes)
     if least == 1:
         return math.inf
     piece = _PIECE[comm.target]
@@ -67,7 +68,8 @@ def network_rate(comm: Communicator) -> float:
     """
     if comm.num_nodes == 1:
         return math.inf
-    nbytes, where, network = _PIECE[comm.target], comm.topology, comm.network
+    runtime, nbytes = runtime_of(comm), _PIECE[comm.target]
+    where, network = runtime.topology, runtime.network
     data = np.zeros((comm.size + 1, nbytes), np.uint8)  # of each rank, and what this one sends
     data[comm.size] = comm.rank + 1
     sends = dict.fromkeys(
@@ -86,7 +88,7 @@ def network_rate(comm: Communicator) -> float:
                 *(comm.barrier, lambda: comm.closed or bool(pages[comm.rank].words.abort)),
             )
             wrong = [rank for rank in where.sources if (data[rank] != rank + 1).any()]
-            found = comm.agree("what came over the network", lambda s=seconds, w=wrong: (s, w))
+            found = runtime.agree("what came over the network", lambda s=seconds, w=wrong: (s, w))
             if any(wrong for _, wrong in found):
                 raise Error(f"plain writes over the network did not come: {[w for _, w in found]}")
             rates.append(len(where.gateways) * nbytes / max(seconds for seconds, _ in found))
@@ -95,9 +97,9 @@ def network_rate(comm: Communicator) -> float:
 
 def _addresses(comm: Communicator, array: Any) -> list[int]:
     """Return where this rank finds an array from `Communicator.empty` of each rank."""
-    place = comm.segments.locate(*extent(comm.machine.shadow(array)))
-    places = comm.agree("where the operands of the copies lie", lambda: place)
-    pointers = comm.segments.pointers
+    place = runtime_of(comm).memory.segments.locate(*extent(runtime_of(comm).machine.shadow(array)))
+    places = runtime_of(comm).agree("where the operands of the copies lie", lambda: place)
+    pointers = runtime_of(comm).memory.segments.pointers
     return [int(pointers[at.segment, rank]) + at.offset for rank, at in enumerate(places)]
 
 
@@ -108,7 +110,7 @@ def _copies(comm: Communicator) -> dict[str, Copy]:
     cupy = importlib.import_module("cupy")
     runtime, current_stream = cupy.cuda.runtime, cupy.cuda.get_current_stream
     kernel = cupy.RawKernel(_COPY, "copy")
-    blocks = comm.machine.gpu.processors
+    blocks = runtime_of(comm).machine.gpu.processors
 
     def by_engine(to: int, source: int, nbytes: int) -> None:
         between_any = 4

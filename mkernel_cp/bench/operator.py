@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import reference
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..errors import Error
 from ..plan import Options
 from . import baselines, timing
@@ -105,7 +105,7 @@ class OperatorBench(abc.ABC):
         dtype: np.dtype,
         variant: Mapping[str, Any],
     ):
-        self._comm, self._alone, self._machine = comm, alone, comm.machine
+        self._comm, self._alone, self._machine = comm, alone, runtime_of(comm).machine
         self._dtype, self._variant = dtype, variant
         self._bits = np.dtype(f"u{dtype.itemsize}")
         self._numpy = np if comm.target == "host" else importlib.import_module("cupy")
@@ -117,7 +117,7 @@ class OperatorBench(abc.ABC):
     ) -> Iterator["OperatorBench"]:
         """Give a benchmark with its libraries and rivals."""
         if cls.within_node:
-            comm.refuse_nodes(f"the bench of {cls.operator}")
+            runtime_of(comm).refuse_nodes(f"the bench of {cls.operator}")
         baselines.without_multicast()
         with measuring(comm) as (alone, clock, gate):
             self = cls(comm, alone, dtype, variant)
@@ -256,7 +256,7 @@ class OperatorBench(abc.ABC):
             bytes_in, bytes_out = self._bytes_in(first, shape), 0
             if self._comm.num_nodes > 1:
                 both = fused.plan.bytes_from_peers, fused.plan.bytes_to_network
-                crossing = self._comm.agree("what crosses links", lambda: both)
+                crossing = runtime_of(self._comm).agree("what crosses links", lambda: both)
                 bytes_in, bytes_out = map(max, zip(*crossing, strict=True))
         rivals = {name: self._told(name, shape, found.pop(name)) for name in self._rivals}
         return {

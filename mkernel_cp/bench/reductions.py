@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import reference
+from ..communicator import runtime_of
 from ..operators.gemm_allreduce import GemmAllReduce, gemm_allreduce
 from ..operators.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
 from . import baselines
@@ -90,10 +91,9 @@ class ReductionBench(OperatorBench):
         b_blocks = [self._picked(b, every, columns) for _, b in terms]
         # How many of these rows every rank owns.
         counts = np.diff(np.searchsorted(self._machine.asnumpy(rows) + first, starts))
+        nodes = runtime_of(comm).topology.sizes
         parts = [
-            reference.gemm_reduce_scatter(
-                a_blocks, b_blocks, counts.tolist(), rank, nodes=comm.topology.sizes
-            )
+            reference.gemm_reduce_scatter(a_blocks, b_blocks, counts.tolist(), rank, nodes=nodes)
             for rank in range(comm.size)
         ]
         value, bound = (np.concatenate([getattr(p, x) for p in parts]) for x in ("value", "bound"))

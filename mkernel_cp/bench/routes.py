@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..operators.moe_dispatch_gemm import DispatchLayout, MoeDispatchGemm
 from ..reference import array_split_counts
 
@@ -103,7 +103,7 @@ def layout_of(
     dtype: np.dtype,
 ) -> DispatchLayout:
     """Return the layout of a dispatch that leaves nothing to multiply. Collective."""
-    machine, here = comm.machine, comm.row_counts(asked["num_experts"])[comm.rank]
+    machine, here = runtime_of(comm).machine, comm.row_counts(asked["num_experts"])[comm.rank]
     x, w = (machine.empty(shape, dtype) for shape in ((len(ids), 1), (here, 1, 1)))
     for array in (x, w):
         machine.zero(array)

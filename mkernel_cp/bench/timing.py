@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..errors import Error
 from ..operators.allgather_gemm import AllGatherGemm
 
@@ -114,8 +114,8 @@ class Gate:
 
     def __init__(self, comm: Communicator):
         one = np.ones((1, 1), np.float32)
-        self._operands = comm.asarray(one), comm.machine.asarray(one, None)
-        self._out = comm.machine.empty((comm.size, 1), one.dtype)
+        self._operands = comm.asarray(one), runtime_of(comm).machine.asarray(one, None)
+        self._out = runtime_of(comm).machine.empty((comm.size, 1), one.dtype)
         self._step = AllGatherGemm(*self._operands, comm=comm)
 
     def __call__(self) -> None:
@@ -136,10 +136,10 @@ def interleaved_ms(
     in which it did not wait for the host to do so is repeated with a longer delay.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    delay, number = _FIRST_DELAY, 0
+    agree, delay, number = runtime_of(comm).agree, _FIRST_DELAY, 0
     while number < _WARM_ROUNDS + clock.rounds:
         ahead, times = _round(clock, gate, calls, number, delay)
-        if not all(comm.agree("whether the hosts were ahead", lambda ahead=ahead: ahead)):
+        if not all(agree("whether the hosts were ahead", lambda ahead=ahead: ahead)):
             delay *= 2
             if delay > _LONGEST_DELAY:
                 raise Error(f"the host needs more than {_LONGEST_DELAY} s to queue {[*calls]}")
@@ -149,7 +149,7 @@ def interleaved_ms(
                 samples[name].append(ms)
         number += 1
     medians = {name: statistics.median(times) for name, times in samples.items()}
-    everyone = comm.agree("what took how long", lambda: medians)
+    everyone = agree("what took how long", lambda: medians)
     return {name: max(one[name] for one in everyone) for name in calls}
 
 
@@ -189,4 +189,4 @@ def host_us(comm: Communicator, clock: Any, call: Callable[[], Any]) -> float:
         call()
         seconds.append(time.perf_counter() - start)
     comm.synchronize()
-    return 1e6 * max(comm.agree("the host's cost", lambda: statistics.median(seconds)))
+    return 1e6 * max(runtime_of(comm).agree("the host's cost", lambda: statistics.median(seconds)))

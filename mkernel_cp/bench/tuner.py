@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import plan as plans
 from .. import tuning
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..errors import Error
 from ..plan import Options
 from . import timing
@@ -47,7 +47,7 @@ class Tuner:
     ):
         self._comm, self._clock, self._gate = comm, clock, gate
         self._bench, self._dtype = bench, dtype
-        comm.tuning = tuning.Table()
+        runtime_of(comm).tuning = tuning.Table()
 
     @classmethod
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ class Tuner:
     def _checked(self, step: Any) -> Call:
         """Return what makes calls of a plan; Error if its result is another than the model's."""
         one = self._sets[0]
-        self._comm.machine.fill(self._bench.result(one.out, one), np.nan)
+        runtime_of(self._comm).machine.fill(self._bench.result(one.out, one), np.nan)
         if not (self._bits(self._call(step, 0)) == self._expected).all():
             raise Error(f"{step.plan.options} gives another result than the cost model's choices")
         return lambda number: self._call(step, number)

@@ -15,7 +15,7 @@ from ..bench.moe import MoeCombineBench, MoeDispatchGemmBench, MoeLayerBench
 from ..bench.operator import OperatorBench
 from ..bench.reductions import GemmAllReduceBench, GemmReduceScatterBench
 from ..bench.ring_attention import RingAttentionBench
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..errors import Error
 from . import spelled
 from .job import CommandError, together
@@ -139,11 +139,12 @@ def _progress(comm: Communicator, total: int) -> Iterator[tuple[Callable, Callab
 
 
 def _title(comm: Communicator, link_rate: float, network_rate: float) -> str:
+    runtime = runtime_of(comm)
     ranks = "rank" if comm.size == 1 else "ranks"
-    link = f", {link_rate / 1e9:.1f} GB/s into each" if min(comm.topology.sizes) > 1 else ""
+    link = f", {link_rate / 1e9:.1f} GB/s into each" if min(runtime.topology.sizes) > 1 else ""
     network = ""
-    if comm.network:
-        cards = len(comm.network.cards)
+    if runtime.network:
+        cards = len(runtime.network.cards)
         network = f", {network_rate / cards / 1e9:.2f} GB/s out of each network card"
     return (
         f"mkernel_cp {__version__}, {comm.size} {ranks} on {comm.device}{link}{network}: "

@@ -13,7 +13,7 @@ import ml_dtypes  # noqa: F401  NumPy then knows bfloat16 by name
 import numpy as np
 
 from .. import __version__, reference
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..operators.allgather_gemm import AllGatherGemm
 from ..operators.gemm import GemmOperator
 from ..operators.gemm_allreduce import GemmAllReduce
@@ -148,14 +148,14 @@ def _terms(case: _GemmCase, size: int) -> tuple[list[np.ndarray], list[np.ndarra
 def _gemm_reduce_scatter(comm: Communicator, case: _GemmCase) -> _Measured:
     blocks = _terms(case, comm.size)
     where = case.row_counts, comm.rank, case.out_dtype
-    expected = reference.gemm_reduce_scatter(*blocks, *where, nodes=comm.topology.sizes)
+    expected = reference.gemm_reduce_scatter(*blocks, *where, nodes=runtime_of(comm).topology.sizes)
     own = (block[comm.rank] for block in blocks)
     return _measure(comm, GemmReduceScatter, expected, *own, row_counts=case.row_counts)
 
 
 def _gemm_allreduce(comm: Communicator, case: _GemmCase) -> _Measured:
-    blocks = _terms(case, comm.size)
-    expected = reference.gemm_allreduce(*blocks, case.out_dtype, nodes=comm.topology.sizes)
+    blocks, nodes = _terms(case, comm.size), runtime_of(comm).topology.sizes
+    expected = reference.gemm_allreduce(*blocks, case.out_dtype, nodes=nodes)
     return _measure(comm, GemmAllReduce, expected, *(block[comm.rank] for block in blocks))
 
 
@@ -203,13 +203,13 @@ def _ring_attention(comm: Communicator, case: _AttentionCase) -> _Measured:
         blocks[0][comm.rank], *blocks[1:], comm.rank, **asked
     )
     q, k, v = (comm.asarray(x[comm.rank]) for x in blocks)
-    lse = comm.machine.empty(expected_lse.value.shape, expected_lse.dtype)
+    lse = runtime_of(comm).machine.empty(expected_lse.value.shape, expected_lse.dtype)
     with RingAttention(
         q, k, v, comm=comm, seq_counts=case.row_counts, return_lse=True, **asked
     ) as step:
         planned = _planned(comm, step.plan)
         measured = _time(comm, expected, lambda out: step(q, k, v, out=(out, lse)), planned)
-    error = expected_lse.check(comm.machine.asnumpy(lse))
+    error = expected_lse.check(comm.asnumpy(lse))
     return replace(measured, error=max(error, measured.error))
 
 
@@ -275,7 +275,8 @@ class _Experts:
 
     def of(self, comm: Communicator, *names: str) -> list[Any]:
         """Return operands of a rank, its tokens where peers can read them."""
-        own = [comm.machine.asarray(getattr(self, name)[comm.rank], None) for name in names]
+        machine = runtime_of(comm).machine
+        own = [machine.asarray(getattr(self, name)[comm.rank], None) for name in names]
         return [comm.asarray(x) if name == "x" else x for name, x in zip(names, own, strict=True)]
 
     def tokens_to(self, rank: int) -> int:
@@ -294,7 +295,8 @@ class _Experts:
 
 
 def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
-    data, rank, machine = _Experts(case, comm.topology.sizes), comm.rank, comm.machine
+    runtime, rank = runtime_of(comm), comm.rank
+    data, machine = _Experts(case, runtime.topology.sizes), runtime.machine
     expected, routing = reference.moe_dispatch_gemm(
         data.x, data.ids, data.w1[rank], rank, case.experts
     )
@@ -318,14 +320,14 @@ def _moe_dispatch_gemm(comm: Communicator, case: _ExpertCase) -> _Measured:
 
 
 def _moe_combine(comm: Communicator, case: _ExpertCase) -> _Measured:
-    data, rank = _Experts(case, comm.topology.sizes), comm.rank
+    data, rank = _Experts(case, runtime_of(comm).topology.sizes), comm.rank
     own = data.of(comm, "x", "ids", "w1")
     with MoeDispatchGemm(*own, comm=comm, num_experts=case.experts) as dispatch:
         rows, layout = dispatch(*own)
     rows, (weights,) = layout.trim(rows), data.of(comm, "weights")
-    found = np.array(comm.machine.asnumpy(rows))
-    blocks = comm.agree("the rows of the demo", lambda: found)
-    nodes = comm.topology.sizes
+    found = np.array(comm.asnumpy(rows))
+    blocks = runtime_of(comm).agree("the rows of the demo", lambda: found)
+    nodes = runtime_of(comm).topology.sizes
     expected = reference.moe_combine(
         blocks, data.ids, data.weights[rank], rank, case.experts, nodes=nodes
     )
@@ -339,11 +341,11 @@ def _moe_combine(comm: Communicator, case: _ExpertCase) -> _Measured:
 
 
 def _moe_layer(comm: Communicator, case: _ExpertCase) -> _Measured:
-    data, rank = _Experts(case, comm.topology.sizes), comm.rank
+    data, rank = _Experts(case, runtime_of(comm).topology.sizes), comm.rank
     expected = reference.moe_layer(
         *(data.x, data.ids, data.weights[rank], data.w1, data.w2),
         *(rank, case.experts, case.activation),
-        nodes=comm.topology.sizes,
+        nodes=runtime_of(comm).topology.sizes,
     )
     own = data.of(comm, "x", "ids", "weights", "w1", "w2")
     asked = {"num_experts": case.experts, "activation": case.activation}
@@ -365,7 +367,7 @@ def _measure(
     b: Any,
     **asked: Any,
 ) -> _Measured:
-    a, b = (comm.machine.asarray(x, None) for x in (a, b))
+    a, b = (runtime_of(comm).machine.asarray(x, None) for x in (a, b))
     with kind(a, b, comm=comm, dtype=expected.dtype, **asked) as step:
         return _time(comm, expected, lambda out: step(a, b, out=out), _planned(comm, step.plan))
 
@@ -377,7 +379,7 @@ def _time(
     planned: int,
 ) -> _Measured:
     before = _moved(comm)
-    machine = comm.machine
+    machine = runtime_of(comm).machine
     nothing = np.full(expected.value.shape, np.nan, expected.dtype)
     out = machine.asarray(nothing.copy(), None)
     call(out)
@@ -397,7 +399,9 @@ def _time(
 
 def _moved(comm: Communicator) -> int:
     """Return the bytes that kernels have brought here, and that network cards have sent."""
-    return comm.bytes_from_peers + (comm.network.counters()[0] if _counts(comm) else 0)
+    runtime = runtime_of(comm)
+    sent = runtime.network.counters()[0] if _counts(comm) else 0
+    return runtime.launches.bytes_from_peers + sent
 
 
 def _planned(comm: Communicator, plan: Any) -> int:
@@ -407,7 +411,7 @@ def _planned(comm: Communicator, plan: Any) -> int:
 
 def _counts(comm: Communicator) -> bool:
     """Return whether there are network cards between nodes that count."""
-    return comm.network is not None and comm.network.software
+    return runtime_of(comm).network is not None and runtime_of(comm).network.software
 
 
 @dataclass(frozen=True)
@@ -469,7 +473,7 @@ def demo(comm: Communicator, arguments: argparse.Namespace) -> int:
 
 def _run(comm: Communicator, operator: _Operator, case: Any) -> Row:
     measured = operator.run(comm, case)
-    everyone = comm.agree("the next row of the demo", lambda: measured)
+    everyone = runtime_of(comm).agree("the next row of the demo", lambda: measured)
     counted, planned = (sum(getattr(m, x) for m in everyone) for x in ("counted", "planned"))
     error = max(m.error for m in everyone)
     calls = 1 + _WARM_CALLS
@@ -490,13 +494,14 @@ def _run(comm: Communicator, operator: _Operator, case: Any) -> Row:
 
 
 def _note(comm: Communicator) -> str:
-    shared = "; ranks share GPUs" if comm.machine.shared else ""
-    network = ""
-    if comm.network:
+    runtime, network = runtime_of(comm), ""
+    shared = "; ranks share GPUs" if runtime.machine.shared else ""
+    if runtime.network:
         soft = "network cards made of software, whose bytes are counted too"
         network = (
-            f"; nodes of {list(comm.topology.sizes)} ranks meet over {comm.network.transport} on "
-            + (soft if _counts(comm) else ", ".join(comm.network.cards))
+            f"; nodes of {list(runtime.topology.sizes)} ranks meet over "
+            f"{runtime.network.transport} on "
+            + (soft if _counts(comm) else ", ".join(runtime.network.cards))
         )
     return _TARGETS[comm.target] + shared + network
 

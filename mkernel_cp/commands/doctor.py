@@ -54,6 +54,7 @@ def doctor() -> int:
             _mpi,
             _target,
             _compiler,
+            _nvrtc,
             _cache,
             _shared_memory,
             _system_calls,
@@ -122,19 +123,24 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _target() -> Iterator[Finding]:
-    try:
-        wanted = settings.target()
-    except ConfigurationError:
-        return  # told among the environment variables
-    if wanted == "cuda" or (wanted == "auto" and cuda.has_gpu()):
+    chosen = _chosen_target()
+    if chosen == "cuda":
         try:
             text = ", ".join(cuda.describe())
             yield Finding("ok", "target", f"cuda: {text}")
         except ConfigurationError as error:
             text, _, mend = str(error).rpartition(": ")
             yield Finding("MISSING", "target", text, mend)
-    else:
+    elif chosen == "host":
         yield Finding("ok", "target", "host: loops on CPU threads, not a measure of speed")
+
+
+def _chosen_target() -> str | None:
+    try:
+        target = settings.target()
+    except ConfigurationError:
+        return None  # told among the environment variables
+    return target if target != "auto" else "cuda" if cuda.has_gpu() else "host"
 
 
 def _compiler() -> Iterator[Finding]:
@@ -161,6 +167,18 @@ def _compiler() -> Iterator[Finding]:
     except ConfigurationError as error:
         mend = f"{sys.executable} -m pip install --force-reinstall mkernel_cp"
         yield Finding("MISSING", "kernels", str(error), mend)
+
+
+def _nvrtc() -> Iterator[Finding]:
+    try:
+        major, minor = compiler.nvrtc_version()
+        yield Finding("ok", "NVRTC", f"{major}.{minor}, {compiler.nvrtc_path()}")
+    except ConfigurationError as error:
+        text, _, mend = str(error).rpartition("; ")
+        if _chosen_target() == "cuda":
+            yield Finding("MISSING", "NVRTC", text, mend)
+        else:
+            yield Finding("ok", "NVRTC", f"{text}; the host target needs none", mend)
 
 
 def _cache() -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..errors import Error, PeerError, PeerLostError
 
 # Of Hydra (MPICH, Intel MPI), Open MPI, PMIx and Slurm.
@@ -96,7 +96,7 @@ def together(comm: Communicator, what: str, work: Callable[[], Any]) -> list[Any
         except (ValueError, TypeError, OverflowError) as error:
             return None, str(error)
 
-    results = comm.agree(what, attempt)
+    results = runtime_of(comm).agree(what, attempt)
     for _, problem in results:
         if problem is not None:
             raise CommandError(problem)

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from ..attention_plan import MOST_COLUMNS, zigzag_counts
-from ..communicator import Communicator
+from ..communicator import Communicator, runtime_of
 from ..operators import allgather_gemm as gather
 from ..operators import gemm_allreduce as reduce
 from ..operators import gemm_reduce_scatter as scatter
@@ -35,6 +35,8 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # What NumPy makes of bfloat16 in a file: two bytes without a meaning.
 _VOID = np.dtype("V2")
 _IDS = np.dtype(np.int32), np.dtype(np.int64)
+# That ids may name where nothing else tells how many there are: each takes memory on every rank.
+_MOST_EXPERTS = 1 << 16
 
 
 def allgather_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
@@ -67,7 +69,7 @@ def gemm_allreduce(comm: Communicator, arguments: argparse.Namespace) -> int:
         depth, rows = comm.rows(b.shape[0]), comm.rows(a.shape[0])
         own = _operands(comm, a[:, depth], b[depth])
         result = reduce.gemm_allreduce(*own, comm=comm, dtype=c.dtype)
-        c[rows] = comm.machine.asnumpy(result)[rows]
+        c[rows] = comm.asnumpy(result)[rows]
         comm.synchronize()
 
     return _multiply(comm, arguments, work)
@@ -144,9 +146,9 @@ def ring_attention(comm: Communicator, arguments: argparse.Namespace) -> int:
             layout=layout,
             return_lse=True,
         )
-        o[:, own] = comm.machine.asnumpy(found)
+        o[:, own] = comm.asnumpy(found)
         if lse is not None:
-            lse[:, :, own] = comm.machine.asnumpy(sums)
+            lse[:, :, own] = comm.asnumpy(sums)
         comm.synchronize()
 
     return _fill(comm, outputs, open_inputs, work)
@@ -174,7 +176,7 @@ def moe_dispatch_gemm(comm: Communicator, arguments: argparse.Namespace) -> int:
         asked = {"num_experts": len(w), "capacity": max(counts), "dtype": rows.dtype}
         found, layout = dispatch(*own, comm=comm, **asked)
         first = sum(counts[: comm.rank])
-        rows[first : first + counts[comm.rank]] = comm.machine.asnumpy(layout.trim(found))
+        rows[first : first + counts[comm.rank]] = comm.asnumpy(layout.trim(found))
         comm.synchronize()
 
     return _fill(comm, [arguments.output], open_inputs, work)
@@ -190,7 +192,7 @@ def moe_combine(comm: Communicator, arguments: argparse.Namespace) -> int:
     def open_inputs() -> tuple[list[np.ndarray], list[_Result]]:
         rows, ids = _open_array(arguments.rows), _open_array(arguments.topk_idx, 2, _IDS)
         weights = _open_weights(arguments, rows.dtype, ids)
-        _check_ids(arguments.topk_idx, ids, _experts_named(ids))
+        _check_ids(arguments.topk_idx, ids, min(_experts_named(ids), _MOST_EXPERTS))
         _check_shape(arguments.rows, rows.shape, (int((ids >= 0).sum()), rows.shape[1]))
         words = f"sums of {rows.shape} {rows.dtype}"
         return [rows, ids, weights], [_Result((len(ids), rows.shape[1]), rows.dtype, words)]
@@ -205,7 +207,7 @@ def moe_combine(comm: Communicator, arguments: argparse.Namespace) -> int:
         x, choice, w = _operands(comm, nothing, ids[tokens], experts)
         _, layout = dispatch(x, choice, w, comm=comm, num_experts=named, capacity=max(counts))
         own = _operands(comm, rows[first : first + counts[comm.rank]], weights[tokens])
-        y[tokens] = comm.machine.asnumpy(combine(*own, layout, comm=comm))
+        y[tokens] = comm.asnumpy(combine(*own, layout, comm=comm))
         comm.synchronize()
 
     return _fill(comm, [arguments.output], open_inputs, work)
@@ -235,7 +237,7 @@ def moe_layer(comm: Communicator, arguments: argparse.Namespace) -> int:
         tokens, experts = comm.rows(len(x)), comm.rows(len(w1))
         own = _operands(comm, x[tokens], ids[tokens], weights[tokens], w1[experts], w2[experts])
         asked = {"activation": activation, "num_experts": len(w1), "capacity": capacity}
-        y[tokens] = comm.machine.asnumpy(layer(*own, comm=comm, **asked))
+        y[tokens] = comm.asnumpy(layer(*own, comm=comm, **asked))
         comm.synchronize()
 
     return _fill(comm, [arguments.output], open_inputs, work)
@@ -291,7 +293,7 @@ def _rows_of_ranks(comm: Communicator, ids: np.ndarray, experts: int) -> list[in
 
 
 def _operands(comm: Communicator, *parts: np.ndarray) -> Iterator[Any]:
-    return (comm.machine.asarray(part, None) for part in parts)
+    return (runtime_of(comm).machine.asarray(part, None) for part in parts)
 
 
 def _store(
@@ -301,7 +303,7 @@ def _store(
     out = part if comm.target == "host" else None
     result = call(a, b, comm=comm, out=out, dtype=part.dtype, **asked)
     if out is None:
-        part[...] = comm.machine.asnumpy(result)
+        part[...] = comm.asnumpy(result)
         comm.synchronize()
 
 

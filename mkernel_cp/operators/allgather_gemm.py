@@ -7,8 +7,10 @@ import numpy as np
 
 from .. import plan as plans
 from .. import structs
-from ..communicator import Arena, Communicator, extent
-from ..memory import Location
+from ..communicator import Communicator
+from ..host_pages import digest_of
+from ..memory import Location, extent
+from ..shared_memory import Arena
 from ..transport.network import check_chunks
 from . import operands
 from .gemm import GemmOperator, GemmSpec
@@ -89,11 +91,12 @@ def allgather_gemm(
 
 
 class _Spec(GemmSpec):
-    def __init__(self, a, b, comm, row_counts, dtype, options):
+    def __init__(self, a, b, runtime, row_counts, dtype, options):
         super().__init__(a, b, dtype, options)
-        self.row_counts = operands.counts("row_counts", row_counts, len(a), comm.rank, comm.size)
+        where = runtime.rank, runtime.size
+        self.row_counts = operands.counts("row_counts", row_counts, len(a), *where)
         self.out_shape = (sum(self.row_counts), self.n)
-        self._take_measured(comm, "allgather_gemm")
+        self._take_measured(runtime, "allgather_gemm")
 
 
 class AllGatherGemm(GemmOperator):
@@ -155,36 +158,36 @@ class AllGatherGemm(GemmOperator):
                 rows, k = plans.chunk_shape(*matrix, spec.options.chunk_bytes)
                 counts.append(sum(-(-count // rows) for count in spec.row_counts) * -(-spec.k // k))
                 sizes.append(plans.arena_offsets(*matrix)[-1])
-            return max(counts) * (2 if self._comm.num_nodes > 1 else 1), max(sizes)
+            return max(counts) * (2 if self._runtime.num_nodes > 1 else 1), max(sizes)
 
-        preferences = set(self._comm.agreement(self._what, need, compile_and_prefer)) - {None}
+        preferences = set(self._runtime.agreement(self._what, need, compile_and_prefer)) - {None}
         return preferences == {True}
 
     def _make_plan(self, capacity: int) -> plans.AllGatherGemmPlan:
-        spec, comm = self._spec, self._comm
+        spec, runtime = self._spec, self._runtime
         return plans.plan_allgather_gemm(
-            *(comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype, spec.out_dtype),
-            *(self._a_by_columns, spec.options, comm.machine.gpu, capacity, comm.topology.sizes),
-            comm.staging_agents > 0,
+            *(runtime.rank, spec.row_counts, spec.n, spec.k, spec.dtype, spec.out_dtype),
+            *(self._a_by_columns, spec.options, runtime.machine.gpu, capacity),
+            *(runtime.topology.sizes, runtime.launches.staging_agents > 0),
         )
 
     def _constants(self, arena: Arena) -> Any:
-        structures, plan, comm = structs.shared(), self.plan, self._comm
-        base = comm.segments[arena.number].address
+        structures, plan, runtime = structs.shared(), self.plan, self._runtime
+        base = runtime.memory.segments[arena.number].address
         offsets = [arena.data_offset_for(arena.signals) + at for at in plan.arena_offsets()]
-        self._stage = Location(arena.number, offsets[comm.rank])
-        ranks = range(comm.size)
+        self._stage = Location(arena.number, offsets[runtime.rank])
+        ranks = range(runtime.size)
         first_chunk = np.cumsum([0, *(plan.chunks(rank) for rank in ranks)])
         arrays = {
             "row_start": np.array(plan.row_start, np.int64),
             "first_chunk": first_chunk[:-1].astype(np.int64),
-            "rows": (structures.Matrix * comm.size)(
+            "rows": (structures.Matrix * runtime.size)(
                 *(self._landing(base + offsets[rank], rank) for rank in ranks)
             ),
         }
         return structures.AllGatherGemmPlan(
             split=structures.Split(*plan.split),
-            digest=comm.digest(self._what),
+            digest=digest_of(self._what),
             n=plan.n,
             whole=plan.whole_tiles,
             tile=structures.TileShape(*plan.tile),
@@ -202,11 +205,11 @@ class AllGatherGemm(GemmOperator):
 
     def _between_nodes(self, arena: Arena, chunks: int) -> dict[str, Any]:
         """Return the members of ``LandingPlan`` that say how rows come from other nodes."""
-        comm, place = self._comm, structs.shared().Place
-        if comm.network is None:
+        runtime, place = self._runtime, structs.shared().Place
+        if runtime.network is None:
             return {}
         check_chunks(chunks, str(self.plan.chunk), "Options(chunk_bytes=)")
-        writes = np.array(self.plan.writes(comm.network.transport), np.uint64)
+        writes = np.array(self.plan.writes(runtime.network.transport), np.uint64)
         return {
             "zone": place(arena.number, arena.data_offset_for(arena.signals)),
             "relayed": place(arena.number, 8 * chunks),
@@ -223,25 +226,25 @@ class AllGatherGemm(GemmOperator):
         self, a: operands.Operand, before: Preparation
     ) -> tuple[Location, int, operands.Operand]:
         """Return where peers find this rank's rows, their pitch, and the rows."""
-        comm, plan, rows = self._comm, self.plan, a.shadow
+        runtime, plan, rows = self._runtime, self.plan, a.shadow
         pitch = operands.line_pitch(rows, plan.by_columns)
         if self._is_readable(rows, plan.by_columns):
-            if comm.size == 1:
+            if runtime.size == 1:
                 return self._stage, 0, a
-            if pitch is not None and comm.in_segment(rows) and self._can_be_sent(rows, pitch):
-                return comm.segments.locate(*extent(rows)), pitch, a
-        pitch = plan.pitch(comm.rank)
+            if pitch is not None and runtime.memory.holds(rows) and self._can_be_sent(rows, pitch):
+                return runtime.memory.segments.locate(*extent(rows)), pitch, a
+        pitch = plan.pitch(runtime.rank)
         lines, run = rows.shape[::-1] if plan.by_columns else rows.shape
-        segment, start = comm.segments[self._stage.segment], self._stage.offset
+        segment, start = runtime.memory.segments[self._stage.segment], self._stage.offset
         staged = segment.bytes[start : start + lines * pitch].view(rows.dtype)
         staged = staged.reshape(lines, pitch // rows.itemsize)[:, :run]
         return self._stage, pitch, before.stage(a, staged.T if plan.by_columns else staged)
 
     def _can_be_sent(self, rows: np.ndarray, pitch: int) -> bool:
         """Return whether the network takes rows as they lie: without gaps if they land so."""
-        landing = self.plan.pitch(self._comm.rank)
+        landing = self.plan.pitch(self._runtime.rank)
         run = rows.shape[0 if self.plan.by_columns else 1] * rows.itemsize
-        return self._comm.network is None or run != landing or pitch == landing
+        return self._runtime.network is None or run != landing or pitch == landing
 
     def _landing(self, address: int, rank: int) -> Any:
         """Return the ``Matrix`` in which a rank's rows land."""
@@ -253,7 +256,7 @@ class AllGatherGemm(GemmOperator):
         if self._mapped and rows and plan.k:
             extents = (rows, plan.k) if by_columns else (plan.k, rows)
             box, _ = self._tile.boxes(spec.dtype, by_columns, False)
-            words = self._comm.machine.tensor_map(
+            words = self._runtime.machine.tensor_map(
                 address, spec.dtype, extents, (plan.pitch(rank),), box, tf32=spec.options.tf32
             )
             to.map.opaque[:], to.mapped = words, 1

@@ -8,7 +8,9 @@ import numpy as np
 
 from .. import plan as plans
 from .. import structs
-from ..communicator import Arena, Communicator
+from ..host_pages import digest_of
+from ..runtime import Runtime
+from ..shared_memory import Arena
 from . import operands
 from .operator import Operator, Preparation
 
@@ -50,10 +52,10 @@ class GemmSpec:
                 f"Options(tf32=True) with operands of {self.dtype}: it rounds float32; leave it out"
             )
 
-    def _take_measured(self, comm: Communicator, operator: str) -> None:
+    def _take_measured(self, runtime: Runtime, operator: str) -> None:
         """Choose what was measured to be fastest, where the caller chooses nothing."""
         shape = sum(self.row_counts), self.k, self.n
-        self.options = comm.tuning.fill(self.options, operator, self.dtype.name, shape)
+        self.options = runtime.tuning.fill(self.options, operator, self.dtype.name, shape)
 
     def _key(self) -> tuple:
         return (
@@ -100,18 +102,18 @@ class GemmOperator(Operator):
     spec_type: ClassVar[type[GemmSpec]]
     plan: plans.GemmPlan
 
-    def _set_up(self, spec: GemmSpec, comm: Communicator, a: np.ndarray, b: np.ndarray) -> None:
-        self._spec, self._comm = spec, comm
+    def _set_up(self, spec: GemmSpec, runtime: Runtime, a: np.ndarray, b: np.ndarray) -> None:
+        self._spec, self._runtime = spec, runtime
         self._tile = self._choose_tile()
         self._what = self._agreed_text()
         self._b_by_columns = self._prefers_columns("b", b) is True
         self._a_by_columns = self._agree(a)
         self._kernel, capacity = self._load(self._a_by_columns), 0
-        if comm.machine.gpu is not None:
+        if runtime.machine.gpu is not None:
             capacity = self._kernel.capacity(
                 self._tile.shared_bytes(spec.dtype, self._staged_dtype()), spec.options.sm_budget
             )
-            capacity -= comm.staging_agents
+            capacity -= runtime.launches.staging_agents
         self.plan = self._make_plan(capacity)
         self._bind()
 
@@ -146,7 +148,7 @@ class GemmOperator(Operator):
         return self.params_struct
 
     def _choose_tile(self) -> Any:
-        spec, gpu = self._spec, self._comm.machine.gpu
+        spec, gpu = self._spec, self._runtime.machine.gpu
         return plans.choose_tile(
             spec.row_counts, spec.n, spec.k, spec.dtype, spec.options, gpu, gathers=True
         )
@@ -169,10 +171,10 @@ class GemmOperator(Operator):
             a_by_columns=a_by_columns,
             b_by_columns=self._b_by_columns,
         )
-        if self._comm.num_nodes > 1:
+        if self._runtime.num_nodes > 1:
             words["MK_NODES"] = 1
         name = self._kernel_name()
-        return self._comm.load(self._source(name, words))
+        return self._runtime.launches.load(self._source(name, words))
 
     def _prefers_columns(self, name: str, operand: np.ndarray) -> bool | None:
         """Return whether the engine is to read an operand in F order; None if it may be either."""
@@ -186,11 +188,11 @@ class GemmOperator(Operator):
         return self._tile.engine == "hopper"
 
     def _fill_in(self, arena: Arena) -> None:
-        comm, structures = self._comm, structs.shared()
+        runtime, structures = self._runtime, structs.shared()
         constants = self._constants(arena)
         params = getattr(structures, self._params_name())
-        self._params = params(world=comm.world_address, plan=self._constant("plan", constants))
-        self._params.message.digest = comm.digest(self._what)
+        self._params = params(world=runtime.world.address, plan=self._constant("plan", constants))
+        self._params.message.digest = digest_of(self._what)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class GemmOperator(Operator):
         results: Sequence[operands.Operand],
         before: Preparation,
     ) -> Any:
-        machine, spec, params = self._comm.machine, self._spec, self._params
+        machine, spec, params = self._runtime.machine, self._spec, self._params
         a = self._place(own[0], params.message, before)
         b = self._readable(own[1], self._b_by_columns, before)
         for to, operand in ((params.a, a), (params.b, b), (params.c, results[0])):
@@ -221,7 +223,8 @@ class GemmOperator(Operator):
             ):
                 rounds = spec.options.tf32 and to is not params.c
                 operands.map_lines(to, operand.shadow, by_columns, box, machine, tf32=rounds)
-        return self._comm.prepare(self._kernel, params, self._agents(), self.plan.shared_bytes)
+        prepare = self._runtime.launches.prepare
+        return prepare(self._kernel, params, self._agents(), self.plan.shared_bytes)
 
     def _agents(self) -> int:
         return sum(self.plan.split) + self.plan.network_agents
@@ -241,5 +244,5 @@ class GemmOperator(Operator):
         dtype = self._spec.dtype
         lines, run = value.shadow.shape[::-1] if by_columns else value.shadow.shape
         pitch = plans.line_pitch(run, dtype) // dtype.itemsize
-        aligned = self._comm.machine.empty((lines, pitch), dtype)[:, :run]
+        aligned = self._runtime.machine.empty((lines, pitch), dtype)[:, :run]
         return before.put_aside(value, aligned.T if by_columns else aligned)

@@ -6,7 +6,8 @@ import numpy as np
 
 from .. import plan as plans
 from .. import structs
-from ..communicator import Arena, Communicator
+from ..communicator import Communicator
+from ..shared_memory import Arena
 from .reductions import ReductionOperator, ReductionSpec
 
 
@@ -107,10 +108,10 @@ class GemmAllReduce(ReductionOperator):
     class spec_type(ReductionSpec):
         """All rows."""
 
-        def __init__(self, a, b, comm, dtype, options):
-            super().__init__(a, b, comm, dtype, options)
+        def __init__(self, a, b, runtime, dtype, options):
+            super().__init__(a, b, runtime, dtype, options)
             self.out_shape = (self.a_rows, self.n)
-            self._take_measured(comm, "gemm_allreduce")
+            self._take_measured(runtime, "gemm_allreduce")
 
     def __init__(
         self,

@@ -115,10 +115,10 @@ class GemmReduceScatter(ReductionOperator):
     class spec_type(ReductionSpec):
         """The rows of one rank."""
 
-        def __init__(self, a, b, comm, row_counts, dtype, options):
-            super().__init__(a, b, comm, dtype, options, row_counts)
-            self.out_shape = (self.row_counts[comm.rank], self.n)
-            self._take_measured(comm, "gemm_reduce_scatter")
+        def __init__(self, a, b, runtime, row_counts, dtype, options):
+            super().__init__(a, b, runtime, dtype, options, row_counts)
+            self.out_shape = (self.row_counts[runtime.rank], self.n)
+            self._take_measured(runtime, "gemm_reduce_scatter")
 
     def __init__(
         self,

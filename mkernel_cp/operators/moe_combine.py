@@ -7,10 +7,13 @@ import numpy as np
 
 from .. import plan as plans
 from .. import structs
-from ..communicator import Arena, Communicator
+from ..communicator import Communicator
+from ..host_pages import digest_of
 from ..memory import Location
 from ..moe_plan import Combine, MoeCombinePlan, offsets_of, plan_moe_combine
 from ..reference import accumulator_dtype
+from ..runtime import Runtime
+from ..shared_memory import Arena
 from ..transport.network import check_chunks
 from . import operands
 from .moe_dispatch_gemm import DispatchLayout, gpu_capacity, mirror_plan
@@ -83,29 +86,29 @@ def moe_combine(
 class _Spec:
     """What was asked for: the checked arguments, less the data and the numbers of rows."""
 
-    def __init__(self, rows, weights, layout, comm, options):
+    def __init__(self, rows, weights, layout, runtime, options):
         operands.matrix("rows", rows)
         if not isinstance(layout, DispatchLayout):
             raise TypeError(
                 f"layout is a {type(layout).__name__}: use what moe_dispatch_gemm has returned"
             )
         check_weights(weights, rows.dtype, layout.tokens, layout.slots)
-        self._comm = comm
+        self._runtime = runtime
         self.experts = len(layout.expert_offsets) - 1
-        shape = comm.size * layout.max_tokens, rows.shape[1], self.experts, layout.slots
+        shape = runtime.size * layout.max_tokens, rows.shape[1], self.experts, layout.slots
         options = operands.options(options, "moe_combine", sums=True)
-        self.options = comm.tuning.fill(options, "moe_combine", rows.dtype.name, shape)
+        self.options = runtime.tuning.fill(options, "moe_combine", rows.dtype.name, shape)
         transfer = plans.output_dtype(rows.dtype, self.options.transfer_dtype, "transfer_dtype")
         self.asked = Combine(
-            ranks=comm.size,
+            ranks=runtime.size,
             n=rows.shape[1],
             slots=layout.slots,
             dtype=rows.dtype,
             transfer_dtype=transfer,
             max_tokens=layout.max_tokens,
             chunk_bytes=self.options.chunk_bytes,
-            nodes=comm.topology.sizes,
-            staged=comm.staging_agents > 0,
+            nodes=runtime.topology.sizes,
+            staged=runtime.launches.staging_agents > 0,
         )
         self._key = self.asked, self.experts, self.options
 
@@ -122,8 +125,8 @@ class _Spec:
                 f"for {need}; make another for other operands"
             )
         check_weights(weights, rows.dtype, layout.tokens, layout.slots)
-        layout.check_communicator("layout", self._comm)
-        if self._comm.target == "host" and int(layout.count) > len(rows):
+        layout.check_communicator("layout", self._runtime)
+        if self._runtime.target == "host" and int(layout.count) > len(rows):
             raise ValueError(f"layout has {int(layout.count)} rows, but rows has {len(rows)}")
 
     def outputs(self, out: Any, given: Sequence[Any], machine: Any) -> list[operands.Operand]:
@@ -175,8 +178,8 @@ class MoeCombine(Operator):
     ):
         self._plan((rows, topk_weight, layout), comm, out, stream, options=options)
 
-    def _set_up(self, spec: _Spec, comm: Communicator, *_: Any) -> None:
-        self._spec, self._comm, self._what = spec, comm, str(spec.asked)
+    def _set_up(self, spec: _Spec, runtime: Runtime, *_: Any) -> None:
+        self._spec, self._runtime, self._what = spec, runtime, str(spec.asked)
         asked = spec.asked
         types = {"MK_TYPE": asked.dtype, "MK_TRANSFER_TYPE": asked.transfer_dtype}
         words: dict[str, Any] = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
@@ -184,31 +187,32 @@ class MoeCombine(Operator):
             words["MK_NODES"] = 1
             check_chunks(sums_chunks(asked, asked.ranks)[1], "sums", "Options(chunk_bytes=)")
         kernel = self._source(self.function, words)
-        comm.agreement(self._what, asked.need, lambda: comm.load(kernel) and None)
-        self._kernel = comm.load(kernel)
-        capacity = gpu_capacity(self._kernel, 0, spec.options, comm)
-        gpu = comm.machine.gpu
-        self.plan = plan_moe_combine(comm.rank, asked, spec.options, gpu, capacity)
+        runtime.agreement(self._what, asked.need, lambda: runtime.launches.load(kernel) and None)
+        self._kernel = runtime.launches.load(kernel)
+        capacity = gpu_capacity(self._kernel, 0, spec.options, runtime)
+        gpu = runtime.machine.gpu
+        self.plan = plan_moe_combine(runtime.rank, asked, spec.options, gpu, capacity)
         self._bind()
 
     def _fill_in(self, arena: Arena) -> None:
-        structures, plan, asked, comm = structs.shared(), self.plan, self._spec.asked, self._comm
+        structures, plan, runtime = structs.shared(), self.plan, self._runtime
+        asked = self._spec.asked
         data = arena.data_offset_for(arena.signals)
         at = offsets_of(asked.arena_sizes())
         self._stage = Location(arena.number, data + at["weights"])
         self._constant("writes", np.ones(sums_chunks(asked, asked.ranks)[1], np.uint64))
         constants = structures.MoeCombinePlan(
             split=structures.Split(*plan.split),
-            digest=comm.digest(self._what),
+            digest=digest_of(self._what),
             experts=self._spec.experts,
             combine=combine_plan(
-                *(asked, plan.split[1], arena, comm, at, 0),
+                *(asked, plan.split[1], arena, runtime, at, 0),
                 mirror_plan(asked, arena),
                 *(asked.ranks, self._arrays["writes"]),
             ),
         )
         self._params = structures.MoeCombineParams(
-            world=comm.world_address, plan=self._constant("plan", constants)
+            world=runtime.world.address, plan=self._constant("plan", constants)
         )
         self._params.message.digest = constants.digest
 
@@ -225,33 +229,33 @@ class MoeCombine(Operator):
         return self._call((rows, topk_weight, layout), out, stream)
 
     @classmethod
-    def _key(cls, comm: Communicator, given: Sequence[Any], out: Any) -> Any:
+    def _key(cls, runtime: Runtime, given: Sequence[Any], out: Any) -> Any:
         *arrays, layout = given
-        key = super()._key(comm, arrays, out)
+        key = super()._key(runtime, arrays, out)
         if key is None or not isinstance(layout, DispatchLayout):
             return None
         return key, layout, layout.tokens
 
     def _request(self, own: Sequence[Any], results: Sequence[Any], before: Preparation) -> Any:
-        comm, plan, params = self._comm, self.plan, self._params
+        runtime, plan, params = self._runtime, self.plan, self._params
         rows, weights, layout = own
         if operands.element_steps(rows.shadow) is None:
             rows = before.put_aside(rows)
-        stage(weights, self._stage, comm, before)
+        stage(weights, self._stage, runtime, before)
         for to, array in ((params.rows, rows.shadow), (params.out, results[0].shadow)):
             to.data = array.ctypes.data
             to.row_stride, to.column_stride = operands.element_steps(array)
         params.row_count, params.tokens = len(rows.shadow), len(weights.shadow)
         layout.put_into(params.origins)
         agents = sum(plan.split) + plan.network_agents
-        return comm.prepare(self._kernel, params, agents, plan.shared_bytes)
+        return runtime.launches.prepare(self._kernel, params, agents, plan.shared_bytes)
 
 
 def stage(
-    weights: operands.Operand, place: Location, comm: Communicator, before: Preparation
+    weights: operands.Operand, place: Location, runtime: Runtime, before: Preparation
 ) -> None:
     """Have weights of tokens copied to where the peers read them."""
-    segment, array = comm.segments[place.segment], weights.shadow
+    segment, array = runtime.memory.segments[place.segment], weights.shadow
     staged = segment.bytes[place.offset :][: array.nbytes].view(array.dtype).reshape(array.shape)
     before.stage(weights, staged)
 
@@ -265,7 +269,7 @@ def combine_plan(
     asked: Combine,
     computing: int,
     arena: Arena,
-    comm: Communicator,
+    runtime: Runtime,
     at: dict[str, int],
     signals: int,
     mirror: Any,
@@ -280,7 +284,7 @@ def combine_plan(
     computing : int
         Agents that make rows.
     arena : Arena
-    comm : Communicator
+    runtime : Runtime
     at : dict of str to int
         Where weights, factors and sums lie in the arena's data, in bytes.
     signals : int
@@ -293,7 +297,7 @@ def combine_plan(
         In how many writes each chunk of that comes.
     """
     structures, words = structs.shared(), offsets_of(asked.signal_sizes(), 1)
-    data, base = arena.data_offset_for(arena.signals), comm.segments[arena.number].address
+    data, base = arena.data_offset_for(arena.signals), runtime.memory.segments[arena.number].address
 
     def place(name: str) -> Any:
         return structures.Place(arena.number, 8 * (signals + words[name]))

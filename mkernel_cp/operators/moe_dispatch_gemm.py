@@ -1,7 +1,6 @@
 """`moe_dispatch_gemm`: send tokens to the ranks of their experts, and multiply them there."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +8,9 @@ import numpy as np
 
 from .. import errors, structs
 from .. import plan as plans
-from ..communicator import Arena, Communicator, extent
-from ..memory import Location
+from ..communicator import Communicator
+from ..host_pages import digest_of
+from ..memory import Location, extent
 from ..moe_plan import (
     Combine,
     Dispatch,
@@ -22,6 +22,8 @@ from ..moe_plan import (
     takes_fast_engine,
 )
 from ..reference import array_split_counts
+from ..runtime import Runtime
+from ..shared_memory import Arena
 from ..transport.network import check_chunks
 from . import operands
 from .operator import Operator, Preparation
@@ -149,6 +151,13 @@ class DispatchLayout:
             machine.empty((plan.capacity,), np.dtype(np.int32)) for _ in range(3)
         )
 
+    def __repr__(self) -> str:
+        experts, rows = len(self.expert_offsets) - 1, len(self.source_rank)
+        return (
+            f"<DispatchLayout: up to {rows} rows of {experts} experts, {self.tokens} tokens sent "
+            f"of up to {self.max_tokens}, {self.slots} experts each, target {self._machine.name}>"
+        )
+
     @property
     def count(self) -> np.ndarray:
         """The number of rows: an array of int64 without dimensions, in the memory of the others."""
@@ -171,9 +180,9 @@ class DispatchLayout:
             setattr(origins, name, self._machine.shadow(getattr(self, name)).ctypes.data)
         origins.dispatch = self._machine.shadow(self._dispatch).ctypes.data
 
-    def check_communicator(self, name: str, comm: Communicator) -> None:
+    def check_communicator(self, name: str, runtime: Runtime) -> None:
         """Raise ValueError unless it is of calls on this communicator."""
-        if self._machine is not comm.machine:
+        if self._machine is not runtime.machine:
             raise ValueError(
                 f"{name} is of another communicator: use what moe_dispatch_gemm has returned on "
                 "this one"
@@ -190,7 +199,7 @@ class DispatchLayout:
 class _Spec:
     """What was asked for: the checked arguments, less the data and the number of tokens."""
 
-    def __init__(self, x, ids, w, comm, num_experts, max_tokens, capacity, dtype, options):
+    def __init__(self, x, ids, w, runtime, num_experts, max_tokens, capacity, dtype, options):
         operands.matrix("x", x)
         check_ids(ids, len(x))
         plans.check_dtype("w", w.dtype)
@@ -204,18 +213,18 @@ class _Spec:
             )
         self.options = operands.options(options, "moe_dispatch_gemm")
         self.asked = Dispatch(
-            ranks=comm.size,
+            ranks=runtime.size,
             h=x.shape[1],
             n=w.shape[2],
-            experts=experts_of_all(num_experts, len(w), comm),
+            experts=experts_of_all(num_experts, len(w), runtime),
             slots=ids.shape[1],
             dtype=x.dtype,
             out_dtype=plans.output_dtype(x.dtype, dtype),
-            max_tokens=whole_number("max_tokens", max_tokens),
-            capacity=whole_number("capacity", capacity),
+            max_tokens=operands.whole_number("max_tokens", max_tokens),
+            capacity=operands.whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
-            nodes=comm.topology.sizes,
-            staged=comm.staging_agents > 0,
+            nodes=runtime.topology.sizes,
+            staged=runtime.launches.staging_agents > 0,
         )
         self._shape = w.shape
         self._key = self.asked, self.options
@@ -302,17 +311,17 @@ class MoeDispatchGemm(Operator):
         )
 
     def _set_up(
-        self, spec: _Spec, comm: Communicator, x: np.ndarray, ids: np.ndarray, w: np.ndarray
+        self, spec: _Spec, runtime: Runtime, x: np.ndarray, ids: np.ndarray, w: np.ndarray
     ) -> None:
-        self._spec, self._comm = spec, comm
+        self._spec, self._runtime = spec, runtime
         asked, tokens = spec.asked, len(x)
         if asked.max_tokens is None:
-            most = max(comm.agreement(str(asked), None, lambda: tokens))
+            most = max(runtime.agreement(str(asked), None, lambda: tokens))
             asked = dataclasses.replace(asked, max_tokens=most)
-        options = measured(spec.options, "moe_dispatch_gemm", asked, asked.products, comm)
+        options = measured(spec.options, "moe_dispatch_gemm", asked, asked.products, runtime)
         asked = dataclasses.replace(asked, chunk_bytes=options.chunk_bytes)
         self._dispatch, self._what = asked, str(asked)
-        tile = dispatch_tile(comm.rank, asked, options, comm.machine.gpu)
+        tile = dispatch_tile(runtime.rank, asked, options, runtime.machine.gpu)
         self._reading = Reading(tile, asked.dtype, (w,))
         words = {**plans.type_defines(asked.dtype, asked.out_dtype), **self._reading.defines()}
         if asked.several_nodes:
@@ -321,28 +330,29 @@ class MoeDispatchGemm(Operator):
         kernel = self._source(self.function, words)
 
         def compile_and_check() -> None:
-            comm.load(kernel)
-            check_room(asked, asked.n, comm)
+            runtime.launches.load(kernel)
+            check_room(asked, asked.n, runtime)
 
-        comm.agreement(self._what, asked.need, compile_and_check)
-        self._kernel = comm.load(kernel)
+        runtime.agreement(self._what, asked.need, compile_and_check)
+        self._kernel = runtime.launches.load(kernel)
         room = shared_bytes(asked, tile, asked.out_dtype)
-        capacity = gpu_capacity(self._kernel, room, options, comm)
-        self.plan = plan_moe_dispatch_gemm(comm.rank, asked, tile, options, capacity)
-        self._counts = counts_of(asked, sum(self.plan.split) + self.plan.network_agents, comm)
+        capacity = gpu_capacity(self._kernel, room, options, runtime)
+        self.plan = plan_moe_dispatch_gemm(runtime.rank, asked, tile, options, capacity)
+        self._counts = counts_of(asked, sum(self.plan.split) + self.plan.network_agents, runtime)
         self._bind()
 
     def _fill_in(self, arena: Arena) -> None:
-        structures, plan, agreed, comm = structs.shared(), self.plan, self._dispatch, self._comm
+        structures, plan, runtime = structs.shared(), self.plan, self._runtime
+        agreed = self._dispatch
         self._arrays["counts"] = self._counts
         self._constant("capacity", np.array(agreed.capacities, np.int64))
-        self._stage = stage_of_tokens(agreed, arena, comm)
+        self._stage = stage_of_tokens(agreed, arena, runtime)
         routing, landing = routing_plans(
-            agreed, self._arrays["capacity"], self._counts, arena, comm
+            agreed, self._arrays["capacity"], self._counts, arena, runtime
         )
         constants = structures.MoeDispatchGemmPlan(
             split=structures.Split(*plan.split),
-            digest=comm.digest(self._what),
+            digest=digest_of(self._what),
             experts=plan.experts,
             h=agreed.h,
             n=agreed.n,
@@ -350,10 +360,10 @@ class MoeDispatchGemm(Operator):
             whole=self._constant("whole", np.array([0, plan.capacity], np.int64)),
             routing=routing,
             landing=landing,
-            nodes=node_dispatch_plan(agreed, self._arrays, arena, comm),
+            nodes=node_dispatch_plan(agreed, self._arrays, arena, runtime),
         )
         self._params = structures.MoeDispatchGemmParams(
-            world=comm.world_address, plan=self._constant("plan", constants)
+            world=runtime.world.address, plan=self._constant("plan", constants)
         )
         self._params.message.digest = constants.digest
 
@@ -370,20 +380,20 @@ class MoeDispatchGemm(Operator):
         return self._call((x, topk_idx, w), out, stream)
 
     @classmethod
-    def _key(cls, comm: Communicator, given: Sequence[Any], out: Any) -> Any:
+    def _key(cls, runtime: Runtime, given: Sequence[Any], out: Any) -> Any:
         rows, layout = (None, None) if out is None else _pair(out)
-        arrays = super()._key(comm, given, rows)
+        arrays = super()._key(runtime, given, rows)
         return None if arrays is None or layout is None else (arrays, layout)
 
     def _outputs(self, out: Any, shadows: Sequence[np.ndarray]) -> list[Any]:
-        plan, machine = self.plan, self._comm.machine
+        plan, machine = self.plan, self._runtime.machine
         rows, layout = (None, None) if out is None else _pair(out)
         inputs = list(zip(self.names, shadows, strict=True))
         shape = plan.capacity, plan.n
         result = operands.output(rows, shape, plan.out_dtype, inputs, machine, "out[0]")
         if layout is None:
             return [result, DispatchLayout(plan, machine)]
-        layout.check_communicator("out[1]", self._comm)
+        layout.check_communicator("out[1]", self._runtime)
         have = len(layout.expert_offsets) - 1, len(layout.source_rank)
         have += layout.max_tokens, layout.slots
         need = plan.experts, plan.capacity, plan.max_tokens, plan.slots
@@ -398,10 +408,11 @@ class MoeDispatchGemm(Operator):
             raise ValueError("a call that a CUDA graph captures needs out=(rows, layout)")
 
     def _request(self, own: Sequence[Any], results: Sequence[Any], before: Preparation) -> Any:
-        comm, plan, machine, params = self._comm, self.plan, self._comm.machine, self._params
+        runtime, plan, params = self._runtime, self.plan, self._params
+        machine = runtime.machine
         rows, layout = results
         alignment = self._reading.alignment
-        put_tokens(params, own[0], self._dispatch, self._stage, comm, alignment, before)
+        put_tokens(params, own[0], self._dispatch, self._stage, runtime, alignment, before)
         put_choice(params.choice, own[1], machine, before)
         params.w_stride = self._reading.put(params.w, own[2], machine, before)
         params.rows.data = rows.shadow.ctypes.data
@@ -411,7 +422,7 @@ class MoeDispatchGemm(Operator):
             operands.map_lines(params.rows, rows.shadow, False, box, machine)
         layout.put_into(params.origins)
         agents = sum(plan.split) + plan.network_agents
-        return comm.prepare(self._kernel, params, agents, plan.shared_bytes)
+        return runtime.launches.prepare(self._kernel, params, agents, plan.shared_bytes)
 
     def _launch(
         self, request: Any, before: Preparation, arrays: dict[str, Any], results: Any
@@ -444,29 +455,18 @@ def check_ids(ids: np.ndarray, tokens: int) -> None:
         )
 
 
-def experts_of_all(num_experts: int | None, own: int, comm: Communicator) -> int:
+def experts_of_all(num_experts: int | None, own: int, runtime: Runtime) -> int:
     """Return the number of experts of all ranks; ValueError if this rank's are not its part."""
-    total = own * comm.size if num_experts is None else whole_number("num_experts", num_experts)
-    part = array_split_counts(total, comm.size)[comm.rank]
+    total = operands.whole_number("num_experts", num_experts)
+    if total is None:
+        total = own * runtime.size
+    part = array_split_counts(total, runtime.size)[runtime.rank]
     if part != own:
         raise ValueError(
-            f"num_experts={total}: rank {comm.rank} of {comm.size} has {part} of them, as "
+            f"num_experts={total}: rank {runtime.rank} of {runtime.size} has {part} of them, as "
             f"numpy.array_split deals them out, but passes {own}"
         )
     return total
-
-
-def whole_number(name: str, value: Any) -> int | None:
-    """Return an argument that is None or an integer of at least 0; TypeError or ValueError."""
-    if value is None:
-        return None
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: use an integer") from None
-    if value < 0:
-        raise ValueError(f"{name}={value}: use 0 or more")
-    return value
 
 
 def measured(
@@ -474,21 +474,22 @@ def measured(
     operator: str,
     agreed: Dispatch,
     products: Sequence[tuple[int, int]],
-    comm: Communicator,
+    runtime: Runtime,
 ) -> plans.Options:
     """Return options with what was measured to be fastest, where the caller chooses nothing."""
-    shape = comm.size * agreed.max_tokens, agreed.h, agreed.n, agreed.experts, agreed.slots
-    found, gpu = comm.tuning.fill(options, operator, agreed.dtype.name, shape), comm.machine.gpu
+    shape = runtime.size * agreed.max_tokens, agreed.h, agreed.n, agreed.experts, agreed.slots
+    found = runtime.tuning.fill(options, operator, agreed.dtype.name, shape)
+    gpu = runtime.machine.gpu
     if gpu is not None and not takes_fast_engine(agreed.dtype, products, gpu):
         found = dataclasses.replace(found, tile=options.tile)  # measured are those of that engine
     return found
 
 
-def check_room(agreed: Dispatch, columns: int, comm: Communicator) -> None:
+def check_room(agreed: Dispatch, columns: int, runtime: Runtime) -> None:
     """Raise ValueError if rows that nobody has asked for would take too much memory."""
     if agreed.capacity is not None:
         return
-    rows, free = agreed.capacities[comm.rank], comm.machine.room()
+    rows, free = agreed.capacities[runtime.rank], runtime.machine.room()
     nbytes = rows * columns * agreed.out_dtype.itemsize
     if nbytes > free // 4:
         raise ValueError(
@@ -497,34 +498,34 @@ def check_room(agreed: Dispatch, columns: int, comm: Communicator) -> None:
         )
 
 
-def stage_of_tokens(agreed: Dispatch, arena: Arena, comm: Communicator) -> Location:
+def stage_of_tokens(agreed: Dispatch, arena: Arena, runtime: Runtime) -> Location:
     """Return where a rank's own tokens would land."""
     landing = offsets_of(agreed.arena_sizes())["landing"]
-    own = landing + comm.rank * agreed.max_tokens * agreed.pitch
+    own = landing + runtime.rank * agreed.max_tokens * agreed.pitch
     return Location(arena.number, arena.data_offset_for(arena.signals) + own)
 
 
-def gpu_capacity(kernel: Any, nbytes: int, options: plans.Options, comm: Communicator) -> int:
+def gpu_capacity(kernel: Any, nbytes: int, options: plans.Options, runtime: Runtime) -> int:
     """Return how many agents of a plan, with so much scratch memory, a GPU runs at a time.
 
     0 without a GPU.
     """
-    if comm.machine.gpu is None:
+    if runtime.machine.gpu is None:
         return 0
-    return kernel.capacity(nbytes, options.sm_budget) - comm.staging_agents
+    return kernel.capacity(nbytes, options.sm_budget) - runtime.launches.staging_agents
 
 
-def counts_of(agreed: Dispatch, agents: int, comm: Communicator) -> Any:
+def counts_of(agreed: Dispatch, agents: int, runtime: Runtime) -> Any:
     """Return an array for what each agent counts."""
-    return comm.machine.empty((agents, agreed.experts + 1, 2), np.dtype(np.int64))
+    return runtime.machine.empty((agents, agreed.experts + 1, 2), np.dtype(np.int64))
 
 
 def routing_plans(
-    agreed: Dispatch, capacity: Any, counts: Any, arena: Arena, comm: Communicator
+    agreed: Dispatch, capacity: Any, counts: Any, arena: Arena, runtime: Runtime
 ) -> tuple[Any, Any]:
     """Return the structs ``RoutingPlan`` and ``TokenLandingPlan``, which begin an arena."""
     structures = structs.shared()
-    base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
+    base, data = runtime.memory.segments[arena.number].address, arena.data_offset_for(arena.signals)
     at, words = offsets_of(agreed.arena_sizes()), offsets_of(agreed.signal_sizes(), 1)
 
     def local(*names: str) -> dict[str, int]:
@@ -540,7 +541,7 @@ def routing_plans(
         max_tokens=agreed.max_tokens,
         sorted=agreed.sorted_tokens,
         capacity=capacity.address,
-        counts=comm.machine.shadow(counts).ctypes.data,
+        counts=runtime.machine.shadow(counts).ctypes.data,
         mirror=mirror_plan(agreed, arena),
         told=base + 8 * words["told"],
         routed=base + 8 * words["routed"],
@@ -575,7 +576,7 @@ def mirror_plan(agreed: Dispatch | Combine, arena: Arena) -> Any:
 
 
 def node_dispatch_plan(
-    agreed: Dispatch, arrays: dict[str, Any], arena: Arena, comm: Communicator, more: int = 0
+    agreed: Dispatch, arrays: dict[str, Any], arena: Arena, runtime: Runtime, more: int = 0
 ) -> Any:
     """Return the struct ``NodeDispatchPlan``; put what it points to with other `arrays`.
 
@@ -584,11 +585,11 @@ def node_dispatch_plan(
     structures = structs.shared()
     if not agreed.several_nodes:
         return structures.NodeDispatchPlan()
-    base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
+    base, data = runtime.memory.segments[arena.number].address, arena.data_offset_for(arena.signals)
     at, begins = offsets_of(agreed.arena_sizes()), np.cumsum([0, *agreed.nodes])
     firsts = np.cumsum([0, *agreed.experts_of])[begins]
     chunks = agreed.ranks * agreed.parts + more
-    constant = comm.machine.constant
+    constant = runtime.machine.constant
     arrays["first_expert"] = constant(firsts.astype(np.int64))
     arrays["writes"] = constant(np.ones(chunks, np.uint64))
     return structures.NodeDispatchPlan(
@@ -611,7 +612,7 @@ def put_tokens(
     x: operands.Operand,
     agreed: Dispatch,
     stage: Location,
-    comm: Communicator,
+    runtime: Runtime,
     alignment: int,
     before: Preparation,
 ) -> None:
@@ -624,10 +625,10 @@ def put_tokens(
     whole = pitch is not None and pitch % alignment == 0 == rows.ctypes.data % alignment
     if len(rows) > agreed.max_tokens:
         pitch = 0  # the kernel refuses them, and reads none
-    elif whole and comm.size > 1 and comm.in_segment(rows):
-        place = comm.segments.locate(*extent(rows))
-    elif not whole or comm.size > 1:
-        pitch, segment = agreed.pitch, comm.segments[stage.segment]
+    elif whole and runtime.size > 1 and runtime.memory.holds(rows):
+        place = runtime.memory.segments.locate(*extent(rows))
+    elif not whole or runtime.size > 1:
+        pitch, segment = agreed.pitch, runtime.memory.segments[stage.segment]
         staged = segment.bytes[stage.offset :][: len(rows) * pitch].view(rows.dtype)
         staged = staged.reshape(len(rows), pitch // rows.itemsize)[:, : agreed.h]
         tokens = before.stage(x, staged)

@@ -8,7 +8,8 @@ import numpy as np
 
 from .. import plan as plans
 from .. import structs
-from ..communicator import Arena, Communicator
+from ..communicator import Communicator
+from ..host_pages import digest_of
 from ..memory import Location
 from ..moe_plan import (
     ACTIVATIONS,
@@ -21,6 +22,8 @@ from ..moe_plan import (
     shared_bytes,
 )
 from ..reference import accumulator_dtype
+from ..runtime import Runtime
+from ..shared_memory import Arena
 from ..transport.network import check_chunks
 from . import operands
 from .moe_combine import check_weights, combine_plan, stage, sums_chunks
@@ -37,7 +40,6 @@ from .moe_dispatch_gemm import (
     put_tokens,
     routing_plans,
     stage_of_tokens,
-    whole_number,
 )
 from .operator import Operator, Preparation
 
@@ -147,7 +149,7 @@ class _Spec:
         weights,
         w1,
         w2,
-        comm,
+        runtime,
         activation,
         num_experts,
         max_tokens,
@@ -176,20 +178,20 @@ class _Spec:
         self.options = operands.options(options, "moe_layer", sums=True)
         transfer = plans.output_dtype(x.dtype, self.options.transfer_dtype, "transfer_dtype")
         self.asked = Layer(
-            ranks=comm.size,
+            ranks=runtime.size,
             h=x.shape[1],
             inner=inner,
             n=n,
-            experts=experts_of_all(num_experts, experts, comm),
+            experts=experts_of_all(num_experts, experts, runtime),
             slots=ids.shape[1],
             dtype=x.dtype,
             transfer_dtype=transfer,
             activation=activation,
-            max_tokens=whole_number("max_tokens", max_tokens),
-            capacity=whole_number("capacity", capacity),
+            max_tokens=operands.whole_number("max_tokens", max_tokens),
+            capacity=operands.whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
-            nodes=comm.topology.sizes,
-            staged=comm.staging_agents > 0,
+            nodes=runtime.topology.sizes,
+            staged=runtime.launches.staging_agents > 0,
         )
         self._shapes = w1.shape, w2.shape
         self._key = self.asked, self.options
@@ -281,16 +283,16 @@ class MoeLayer(Operator):
             options=options,
         )
 
-    def _set_up(self, spec: _Spec, comm: Communicator, *arrays: np.ndarray) -> None:
-        self._spec, self._comm = spec, comm
+    def _set_up(self, spec: _Spec, runtime: Runtime, *arrays: np.ndarray) -> None:
+        self._spec, self._runtime = spec, runtime
         asked, tokens = spec.asked, len(arrays[0])
         if asked.max_tokens is None:
-            most = max(comm.agreement(str(asked), None, lambda: tokens))
+            most = max(runtime.agreement(str(asked), None, lambda: tokens))
             asked = dataclasses.replace(asked, max_tokens=most)
-        options = measured(spec.options, "moe_layer", asked.dispatch, asked.products, comm)
+        options = measured(spec.options, "moe_layer", asked.dispatch, asked.products, runtime)
         asked = dataclasses.replace(asked, chunk_bytes=options.chunk_bytes)
         self._layer, self._what = asked, str(asked)
-        tile = layer_tile(comm.rank, asked, options, comm.machine.gpu)
+        tile = layer_tile(runtime.rank, asked, options, runtime.machine.gpu)
         self._reading = Reading(tile, asked.dtype, arrays[3:])
         self._sides = 2 if pairs_columns(asked, tile) else 1
         words = {
@@ -306,15 +308,15 @@ class MoeLayer(Operator):
         kernel = self._source(self.function, words)
 
         def compile_and_check() -> None:
-            comm.load(kernel)
-            check_room(asked.dispatch, asked.inner + asked.n, comm)
+            runtime.launches.load(kernel)
+            check_room(asked.dispatch, asked.inner + asked.n, runtime)
 
-        comm.agreement(self._what, asked.need, compile_and_check)
-        self._kernel = comm.load(kernel)
+        runtime.agreement(self._what, asked.need, compile_and_check)
+        self._kernel = runtime.launches.load(kernel)
         staged = accumulator_dtype(asked.dtype)
         room = shared_bytes(asked.dispatch, tile, staged)
-        capacity = gpu_capacity(self._kernel, room, options, comm)
-        self.plan = plan_moe_layer(comm.rank, asked, tile, options, capacity)
+        capacity = gpu_capacity(self._kernel, room, options, runtime)
+        self.plan = plan_moe_layer(runtime.rank, asked, tile, options, capacity)
         self._make_room()
         self._bind()
 
@@ -324,7 +326,7 @@ class MoeLayer(Operator):
 
     def _make_room(self) -> None:
         """Have memory for what is between the products, and for the rows that experts make."""
-        plan, machine = self.plan, self._comm.machine
+        plan, machine = self.plan, self._runtime.machine
         rows, columns, _ = plan.tile
         in_turn = plan.layer.gated and self._sides == 1
         stash = (plan.split[1], rows, columns) if in_turn else (0,)
@@ -335,32 +337,32 @@ class MoeLayer(Operator):
             "expert_offsets": machine.empty((plan.experts + 1,), np.dtype(np.int64)),
             "finished": machine.empty((plan.parts,), np.dtype(np.uint64)),
             "counts": counts_of(
-                self._layer.dispatch, sum(plan.split) + plan.network_agents, self._comm
+                self._layer.dispatch, sum(plan.split) + plan.network_agents, self._runtime
             ),
         }
         machine.zero(self._room["finished"])
 
     def _fill_in(self, arena: Arena) -> None:
-        structures, plan, asked, comm = structs.shared(), self.plan, self._layer, self._comm
-        shadow = comm.machine.shadow
+        structures, plan, asked, runtime = structs.shared(), self.plan, self._layer, self._runtime
+        shadow = runtime.machine.shadow
         at, words = offsets_of(asked.arena_sizes()), offsets_of(asked.signal_sizes(), 1)
         data = arena.data_offset_for(arena.signals)
-        self._stage = stage_of_tokens(asked.dispatch, arena, comm)
+        self._stage = stage_of_tokens(asked.dispatch, arena, runtime)
         self._stage_of_weights = Location(arena.number, data + at["weights"])
         room = {name: shadow(array).ctypes.data for name, array in self._room.items()}
         hidden, made = (
             structures.Matrix(data=room[name], row_stride=columns, column_stride=1)
             for name, columns in (("hidden", plan.inner), ("made", plan.n))
         )
-        self._reading.map_rows(hidden, shadow(self._room["hidden"]), comm.machine)
+        self._reading.map_rows(hidden, shadow(self._room["hidden"]), runtime.machine)
         self._arrays["room"] = self._room
         self._constant("capacity", np.array(asked.dispatch.capacities, np.int64))
         routing, landing = routing_plans(
-            asked.dispatch, self._arrays["capacity"], self._room["counts"], arena, comm
+            asked.dispatch, self._arrays["capacity"], self._room["counts"], arena, runtime
         )
         constants = structures.MoeLayerPlan(
             split=structures.Split(*plan.split),
-            digest=comm.digest(self._what),
+            digest=digest_of(self._what),
             experts=plan.experts,
             h=asked.h,
             inner=asked.inner,
@@ -374,17 +376,17 @@ class MoeLayer(Operator):
             routing=routing,
             landing=landing,
             nodes=node_dispatch_plan(
-                *(asked.dispatch, self._arrays, arena, comm),
+                *(asked.dispatch, self._arrays, arena, runtime),
                 more=len(asked.nodes or ()) * asked.combine.chunks,
             ),
             combine=combine_plan(
-                *(asked.combine, plan.split[1], arena, comm, at, words["computed"]),
+                *(asked.combine, plan.split[1], arena, runtime, at, words["computed"]),
                 *(routing.mirror, self._chunks(), self._arrays.get("writes")),
             ),
             **{name: room[name] for name in ("expert_offsets", "finished", "stash")},
         )
         self._params = structures.MoeLayerParams(
-            world=comm.world_address, plan=self._constant("plan", constants)
+            world=runtime.world.address, plan=self._constant("plan", constants)
         )
         self._params.message.digest = constants.digest
 
@@ -403,19 +405,20 @@ class MoeLayer(Operator):
         return self._call((x, topk_idx, topk_weight, w1, w2), out, stream)
 
     def _request(self, own: Sequence[Any], results: Sequence[Any], before: Preparation) -> Any:
-        comm, plan, machine, params = self._comm, self.plan, self._comm.machine, self._params
+        runtime, plan, params = self._runtime, self.plan, self._params
+        machine = runtime.machine
         x, ids, weights, w1, w2 = own
         reading, result = self._reading, results[0].shadow
-        put_tokens(params, x, self._layer.dispatch, self._stage, comm, reading.alignment, before)
+        put_tokens(params, x, self._layer.dispatch, self._stage, runtime, reading.alignment, before)
         put_choice(params.choice, ids, machine, before)
         if params.tokens <= self._layer.max_tokens:  # else the kernel refuses them
-            stage(weights, self._stage_of_weights, comm, before)
+            stage(weights, self._stage_of_weights, runtime, before)
         params.w1_stride = reading.put(params.w1, w1, machine, before, self._sides)
         params.w2_stride = reading.put(params.w2, w2, machine, before)
         params.out.data = result.ctypes.data
         params.out.row_stride, params.out.column_stride = operands.element_steps(result)
         agents = sum(plan.split) + plan.network_agents
-        return comm.prepare(self._kernel, params, agents, plan.shared_bytes)
+        return runtime.launches.prepare(self._kernel, params, agents, plan.shared_bytes)
 
     def close(self) -> None:
         """Forget the plan. Local; nothing waits for it."""

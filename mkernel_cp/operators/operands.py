@@ -5,18 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ..communicator import Communicator
 from ..memory import round_up
-from ..plan import Options, check_dtype
-
-
-def check_communicator(comm: Any) -> None:
-    """Raise TypeError unless `comm` is a communicator of this package."""
-    if not isinstance(comm, Communicator):
-        raise TypeError(
-            f"comm is a {type(comm).__name__}: use a mkernel_cp.Communicator, which is made from "
-            "one of mpi4py"
-        )
+from ..plan import Options, check_dtype, integer
 
 
 class Operand:
@@ -86,15 +76,25 @@ def counts(
 def numbers(name: str, value: Sequence[int], size: int) -> tuple[int, ...]:
     """Return one number per rank, each at least 0; TypeError or ValueError otherwise."""
     try:
-        result = tuple(value)
-        if not all(isinstance(count, int | np.integer) for count in result):
-            raise TypeError
+        result = tuple(map(integer, value))
     except TypeError:
         raise TypeError(f"{name}={value!r}: use a sequence of {size} integers") from None
-    result = tuple(map(int, result))
     if len(result) != size or min(result) < 0:
         raise ValueError(f"{name}={list(result)}: use {size} numbers, one per rank, each >= 0")
     return result
+
+
+def whole_number(name: str, value: Any) -> int | None:
+    """Return an argument that is None or an integer of at least 0; TypeError or ValueError."""
+    if value is None:
+        return None
+    try:
+        value = integer(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: use an integer") from None
+    if value < 0:
+        raise ValueError(f"{name}={value}: use 0 or more")
+    return value
 
 
 def output(

@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import compiler, errors
-from ..communicator import Arena, Communicator
+from ..communicator import Communicator, runtime_of
 from ..kernel import Kernel, Module
+from ..runtime import Runtime
+from ..shared_memory import Arena
 from . import operands
 
 # Calls, by their arrays, that need not be prepared again.
@@ -77,9 +79,9 @@ class Operator(abc.ABC):
     names: ClassVar[tuple[str, ...]]
     spec_type: ClassVar[Any]
 
-    # Of a plan; without a communicator it is closed.
+    # Of a plan; without a runtime it is closed.
     _spec: Any
-    _comm: Communicator | None
+    _runtime: Runtime | None
     _what: str
     _kernel: Any
     # Of how it is bound to an arena: arrays that the kernel reads, and calls that are prepared.
@@ -95,47 +97,48 @@ class Operator(abc.ABC):
         cls, given: Sequence[Any], comm: Communicator, out: Any, stream: Any, **asked: Any
     ) -> Any:
         """Make one call: plan it, unless that was done before, and run it."""
-        operands.check_communicator(comm)
-        with comm.calling(f"{cls.function}()"), comm.machine.on(stream):
-            key = cls._key(comm, given, out)
-            question = (cls, key, *asked.values())
-            step = None if key is None else _answered(comm, question)
+        runtime = runtime_of(comm)
+        with runtime.calls.calling(f"{cls.function}()"), runtime.machine.on(stream):
+            key = cls._key(runtime, given, out)
+            values = asked.values()
+            question = (cls, key, *values, *map(_kind, values))
+            step = None if key is None else _answered(runtime, question)
             if step is None:
-                step = cls._step_for(given, comm, out, asked)
+                step = cls._step_for(given, runtime, out, asked)
                 if key is not None:
-                    _remember(comm.answers, question, step)
+                    _remember(runtime.answers, question, step)
             return step._run(given, out, key)
 
     @classmethod
     def _step_for(
-        cls, given: Sequence[Any], comm: Communicator, out: Any, asked: dict[str, Any]
+        cls, given: Sequence[Any], runtime: Runtime, out: Any, asked: dict[str, Any]
     ) -> Any:
         """Return the plan for a call; made by its first one."""
-        shadows = _shadows(cls._own(given, comm.machine))
-        spec = cls.spec_type(*shadows, comm, **asked)
-        step = comm.plans.get(spec)
+        shadows = _shadows(cls._own(given, runtime.machine))
+        spec = cls.spec_type(*shadows, runtime, **asked)
+        step = runtime.plans.get(spec)
         if step is None:
-            results = spec.outputs(out, shadows, comm.machine)
+            results = spec.outputs(out, shadows, runtime.machine)
             try:
                 step = cls.__new__(cls)
-                step._set_up(spec, comm, *shadows)
+                step._set_up(spec, runtime, *shadows)
             except errors.Error:
-                if out is not None and comm.closed:
-                    cls._leave_nothing(results, comm.machine)
+                if out is not None and runtime.calls.closed:
+                    cls._leave_nothing(results, runtime.machine)
                 raise
-            comm.plans[spec] = step
+            runtime.plans[spec] = step
         return step
 
     def _plan(
         self, given: Sequence[Any], comm: Communicator, out: Any, stream: Any, **asked: Any
     ) -> None:
         """Plan for operands like these, and do not call."""
-        operands.check_communicator(comm)
-        with comm.calling(f"{type(self).__name__}()"), comm.machine.on(stream):
-            shadows = _shadows(self._own(given, comm.machine))
-            spec = self.spec_type(*shadows, comm, **asked)
-            spec.outputs(out, shadows, comm.machine)
-            self._set_up(spec, comm, *shadows)
+        runtime = runtime_of(comm)
+        with runtime.calls.calling(f"{type(self).__name__}()"), runtime.machine.on(stream):
+            shadows = _shadows(self._own(given, runtime.machine))
+            spec = self.spec_type(*shadows, runtime, **asked)
+            spec.outputs(out, shadows, runtime.machine)
+            self._set_up(spec, runtime, *shadows)
             if out is not None:
                 self._outputs(out, shadows)
 
@@ -155,7 +158,7 @@ class Operator(abc.ABC):
     # --- what an operator says --------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _set_up(self, spec: Any, comm: Communicator, *shadows: Any) -> None:
+    def _set_up(self, spec: Any, runtime: Runtime, *shadows: Any) -> None:
         """Agree with the other ranks, compile and plan, for operands like these; then `_bind`."""
 
     def _source(self, name: str, defines: Mapping[str, str | int]) -> Kernel:
@@ -172,47 +175,47 @@ class Operator(abc.ABC):
 
     def _bind(self) -> None:
         """Fill in the structs with the addresses that the arena gives now."""
-        self._arena, self._arrays, self._ready = self._comm.arena, {}, {}
-        self._pointers = self._comm.segments.pointers
+        self._arena, self._arrays, self._ready = self._runtime.memory.arena, {}, {}
+        self._pointers = self._runtime.memory.segments.pointers
         self._fill_in(self._arena)
 
     def _constant(self, name: str, data: Any) -> int:
         """Return where the kernel finds data, which stay there as long as the plan is bound."""
-        self._arrays[name] = self._comm.machine.constant(data)
+        self._arrays[name] = self._runtime.machine.constant(data)
         return self._arrays[name].address
 
     # --- calls ------------------------------------------------------------------------------------
 
     def _call(self, given: Sequence[Any], out: Any, stream: Any) -> Any:
         """Return the result for operands like the planned ones."""
-        comm = self._comm
-        if comm is None:
+        runtime = self._runtime
+        if runtime is None:
             raise ValueError("this plan is closed: make another")
-        with comm.calling(self._what), comm.machine.on(stream):
-            return self._run(given, out, self._key(comm, given, out))
+        with runtime.calls.calling(self._what), runtime.machine.on(stream):
+            return self._run(given, out, self._key(runtime, given, out))
 
     @classmethod
-    def _key(cls, comm: Communicator, given: Sequence[Any], out: Any) -> Any:
+    def _key(cls, runtime: Runtime, given: Sequence[Any], out: Any) -> Any:
         """Return what stands for a call that may be repeated; None to look at it each time."""
         outs = out if isinstance(out, tuple) else (out,)
-        return None if out is None else comm.machine.key(*given, *outs)
+        return None if out is None else runtime.machine.key(*given, *outs)
 
     def _run(self, given: Sequence[Any], out: Any, key: Any) -> Any:
         """Make a call; `key` stands for its arrays, with which it may have been made before."""
-        comm = self._comm
-        if self._pointers is not comm.segments.pointers:
+        runtime = self._runtime
+        if self._pointers is not runtime.memory.segments.pointers:
             # Memory may be gone, and what has its address now need not be where peers look.
-            self._pointers, self._ready = comm.segments.pointers, {}
-        ready = self._ready.get(key) if self._arena is comm.arena else None
+            self._pointers, self._ready = runtime.memory.segments.pointers, {}
+        ready = self._ready.get(key) if self._arena is runtime.memory.arena else None
         if ready is None:
             return self._prepare_and_run(given, out, key)
-        comm.machine.begin()
-        comm.machine.hold(given, out)
+        runtime.machine.begin()
+        runtime.machine.hold(given, out)
         self._launch(*ready, dict(zip(self.names, given, strict=False)), out)
         return self._returned(out, out)
 
     def _prepare_and_run(self, given: Sequence[Any], out: Any, key: Any) -> Any:
-        machine = self._comm.machine
+        machine = self._runtime.machine
         own, results = self._checked(given, out)
         machine.begin()
         if machine.capturing:
@@ -235,20 +238,20 @@ class Operator(abc.ABC):
         """Return the launch struct for operands, and what must live until it has run."""
         *given, out = given_and_out
         own, results = self._checked(given, out)
-        before = Preparation(self._comm.machine)
+        before = Preparation(self._runtime.machine)
         request = self._prepared(own, results, before)
         before.copy(_arrays_of(own))
         return request, (own, results, before)
 
     def _checked(self, given: Sequence[Any], out: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return operands as planned, and what the results are written into."""
-        own = self._own(given, self._comm.machine)
+        own = self._own(given, self._runtime.machine)
         shadows = _shadows(own)
         self._spec.check(*shadows)
         return own, self._outputs(out, shadows)
 
     def _outputs(self, out: Any, shadows: Sequence[Any]) -> Sequence[Any]:
-        return self._spec.outputs(out, shadows, self._comm.machine)
+        return self._spec.outputs(out, shadows, self._runtime.machine)
 
     def _check_captured(self, out: Any) -> None:
         """Refuse a call that a graph captures, if its results would go anywhere."""
@@ -256,9 +259,9 @@ class Operator(abc.ABC):
             raise ValueError("a call that a CUDA graph captures needs out=")
 
     def _prepared(self, own: Sequence[Any], results: Sequence[Any], before: Preparation) -> Any:
-        comm = self._comm
-        if self._arena is not comm.arena:
-            comm.machine.refuse_capture(f"{self._what}, whose arena a later plan has replaced,")
+        runtime = self._runtime
+        if self._arena is not runtime.memory.arena:
+            runtime.machine.refuse_capture(f"{self._what}, whose arena a later plan has replaced,")
             self._bind()
         return self._request(own, results, before)
 
@@ -266,20 +269,26 @@ class Operator(abc.ABC):
         self, request: Any, before: Preparation, arrays: dict[str, Any], results: Any
     ) -> None:
         """Launch, with operands by name."""
-        comm = self._comm
-        comm.machine.hold(self._arrays)
+        runtime = self._runtime
+        runtime.machine.hold(self._arrays)
         before.copy(arrays)
-        comm.run(self._kernel, request, self._what)
+        runtime.launches.run(self._kernel, request, self._what)
 
     def _returned(self, out: Any, results: Sequence[Any]) -> Any:
         """Return the results as the caller gets them."""
         return results[0].array if out is None else out
 
+    def __repr__(self) -> str:
+        plan = self.plan
+        what = plan.explain().partition("\n")[0].partition(": ")[2]
+        state = ", closed" if self._runtime is None else ""
+        return f"<{type(self).__name__}: {what}, target {plan.target}, engine {plan.engine}{state}>"
+
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Forget the plan. Local; nothing waits for it."""
-        self._arrays, self._ready, self._comm = {}, {}, None
+        self._arrays, self._ready, self._runtime = {}, {}, None
 
     def __enter__(self) -> Any:
         return self
@@ -308,10 +317,15 @@ def _target(result: Any, before: Preparation, machine: Any) -> Any:
     return target
 
 
-def _answered(comm: Communicator, question: tuple[Any, ...]) -> Any:
+def _kind(value: Any) -> Any:
+    """Return what tells 24 from 24.0, which are equal."""
+    return tuple(map(type, value)) if type(value) is tuple else type(value)
+
+
+def _answered(runtime: Runtime, question: tuple[Any, ...]) -> Any:
     """Return the plan of an earlier call that asked the same of the same arrays."""
     try:
-        return comm.answers.get(question)
+        return runtime.answers.get(question)
     except TypeError:  # a list of row counts, say, has no hash: it may be another now
         return None
 

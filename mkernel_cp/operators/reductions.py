@@ -7,8 +7,9 @@ import numpy as np
 
 from .. import plan as plans
 from .. import structs
-from ..communicator import Arena
+from ..host_pages import digest_of
 from ..reference import accumulator_dtype, array_split_counts
+from ..shared_memory import Arena
 from ..transport.network import check_chunks
 from . import operands
 from .gemm import GemmOperator, GemmSpec
@@ -28,11 +29,11 @@ class ReductionSpec(GemmSpec):
 
     sums = True
 
-    def __init__(self, a, b, comm, dtype, options, row_counts: Sequence[int] | None = None):
+    def __init__(self, a, b, runtime, dtype, options, row_counts: Sequence[int] | None = None):
         super().__init__(a, b, dtype, options)
-        self.row_counts = array_split_counts(self.a_rows, comm.size)
+        self.row_counts = array_split_counts(self.a_rows, runtime.size)
         if row_counts is not None:
-            self.row_counts = operands.numbers("row_counts", row_counts, comm.size)
+            self.row_counts = operands.numbers("row_counts", row_counts, runtime.size)
             if sum(self.row_counts) != self.a_rows:
                 raise ValueError(
                     f"row_counts={list(self.row_counts)} add up to {sum(self.row_counts)}, but a "
@@ -66,7 +67,7 @@ class ReductionOperator(GemmOperator):
     def _agree(self, a: np.ndarray) -> bool:
         # Peers read nothing of a, so its order is this rank's own affair.
         by_columns = self._prefers_columns("a", a) is True and self._columns_are_readable()
-        self._comm.agreement(self._what, self._need, lambda: self._load(by_columns) and None)
+        self._runtime.agreement(self._what, self._need, lambda: self._load(by_columns) and None)
         return by_columns
 
     def _columns_are_readable(self) -> bool:
@@ -82,16 +83,16 @@ class ReductionOperator(GemmOperator):
         spec = self._spec
         zones = plans.reduction_zones(
             *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
-            *(self._tile, self._one_shot, self._comm.topology.sizes),
+            *(self._tile, self._one_shot, self._runtime.topology.sizes),
         )
         return sum(slots for slots, _ in zones), sum(slots * nbytes for slots, nbytes in zones)
 
     def _make_plan(self, capacity: int) -> plans.GemmReduceScatterPlan:
         spec, agreed = self._spec, (self._tile, self._one_shot)
         return plans.plan_reduction(
-            *(self.plan_type, self._comm.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
+            *(self.plan_type, self._runtime.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
             *(spec.out_dtype, spec.transfer_dtype, *agreed, spec.options, capacity),
-            *(self._comm.topology.sizes, self._comm.staging_agents > 0),
+            *(self._runtime.topology.sizes, self._runtime.launches.staging_agents > 0),
         )
 
     def _kernel_name(self) -> str:
@@ -101,8 +102,8 @@ class ReductionOperator(GemmOperator):
         return "OneShotParams" if self._one_shot else self.params_struct
 
     def _choose_tile(self) -> Any:
-        spec, gpu = self._spec, self._comm.machine.gpu
-        self._one_shot = self._comm.num_nodes == 1 and plans.is_one_shot(
+        spec, gpu = self._spec, self._runtime.machine.gpu
+        self._one_shot = self._runtime.num_nodes == 1 and plans.is_one_shot(
             *(self.plan_type, spec.row_counts, spec.n),
             *(spec.dtype, spec.out_dtype, spec.transfer_dtype),
         )
@@ -149,7 +150,7 @@ class ReductionOperator(GemmOperator):
         }
         return structures.GemmReduceScatterPlan(
             split=structures.Split(*plan.split),
-            digest=self._comm.digest(self._what),
+            digest=digest_of(self._what),
             n=plan.n,
             k=plan.k,
             tile=structures.TileShape(*plan.tile),
@@ -168,7 +169,7 @@ class ReductionOperator(GemmOperator):
     def _between_nodes(self, arena: Arena) -> dict[str, Any]:
         """Return the member of the plan that says how sums go to other nodes."""
         plan, names = self.plan, ("products", "leaving", "arriving")
-        if self._comm.network is None:
+        if self._runtime.network is None:
             return {}
         check_chunks(plan.chunks, f"{plan.part} of a tile", "Options(tile=)")
         first = len(plan.zones) - len(names)

@@ -20,9 +20,12 @@ from ..attention_plan import (
     plan_ring_attention,
     zigzag_counts,
 )
-from ..communicator import Arena, Communicator, extent
-from ..memory import Location, offsets_of
+from ..communicator import Communicator
+from ..host_pages import digest_of
+from ..memory import Location, extent, offsets_of
 from ..reference import accumulator_dtype, array_split_counts
+from ..runtime import Runtime
+from ..shared_memory import Arena
 from ..transport.network import check_chunks
 from . import operands
 from .operator import Operator, Preparation
@@ -151,7 +154,7 @@ class _Spec:
         q,
         k,
         v,
-        comm,
+        runtime,
         seq_counts,
         causal,
         scale,
@@ -186,9 +189,9 @@ class _Spec:
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
         counts = operands.counts(
-            "seq_counts", seq_counts, positions, comm.rank, comm.size, "positions"
+            "seq_counts", seq_counts, positions, runtime.rank, runtime.size, "positions"
         )
-        zigzag = zigzag_counts(sum(counts), comm.size)
+        zigzag = zigzag_counts(sum(counts), runtime.size)
         if layout == "zigzag" and counts != zigzag:
             raise ValueError(
                 f"seq_counts={list(counts)}: in the layout 'zigzag' the ranks hold {list(zigzag)} "
@@ -206,10 +209,10 @@ class _Spec:
             causal=bool(causal),
             scale=_scale(scale, columns),
             layout=layout,
-            max_workspace=_bytes("max_workspace", max_workspace),
+            max_workspace=operands.whole_number("max_workspace", max_workspace),
             chunk_bytes=self.options.chunk_bytes,
-            nodes=comm.topology.sizes,
-            staged=comm.staging_agents > 0,
+            nodes=runtime.topology.sizes,
+            staged=runtime.launches.staging_agents > 0,
         )
         self._shapes = q.shape, k.shape, v.shape
         self._key = self.attention, self.return_lse, self.options
@@ -301,38 +304,39 @@ class RingAttention(Operator):
             options=options,
         )
 
-    def _set_up(self, spec: "_Spec", comm: Communicator, *_: np.ndarray) -> None:
+    def _set_up(self, spec: "_Spec", runtime: Runtime, *_: np.ndarray) -> None:
         attention = spec.attention
-        self._spec, self._comm, self._what = spec, comm, str(attention)
-        gpu, need = comm.machine.gpu, attention.need()
-        self._tile = tile = choose_attention_tile(comm.rank, attention, spec.options, gpu)
+        self._spec, self._runtime, self._what = spec, runtime, str(attention)
+        gpu, need = runtime.machine.gpu, attention.need()
+        self._tile = tile = choose_attention_tile(runtime.rank, attention, spec.options, gpu)
         macros = {"MK_TYPE": plans.cpp_type(attention.dtype), **tile.defines(attention.dtype)}
-        if comm.num_nodes > 1:
+        if runtime.num_nodes > 1:
             macros["MK_NODES"] = 1
             chunks = attention.chunks_between_nodes
             check_chunks(chunks, f"{attention.chunk} positions", "Options(chunk_bytes=)")
         kernel = self._source(self.function, macros)
-        comm.agreement(self._what, lambda: need, lambda: comm.load(kernel) and None)
-        self._kernel, capacity = comm.load(kernel), 0
+        runtime.agreement(self._what, lambda: need, lambda: runtime.launches.load(kernel) and None)
+        self._kernel, capacity = runtime.launches.load(kernel), 0
         if gpu is not None:
             capacity = self._kernel.capacity(
                 tile.shared_bytes(attention.dtype), spec.options.sm_budget
             )
-            capacity -= comm.staging_agents
-        self.plan = plan_ring_attention(comm.rank, attention, spec.options, gpu, capacity)
+            capacity -= runtime.launches.staging_agents
+        self.plan = plan_ring_attention(runtime.rank, attention, spec.options, gpu, capacity)
         self._bind()
 
     def _fill_in(self, arena: Arena) -> None:
-        structures, plan, comm = structs.shared(), self.plan, self._comm
+        structures, plan, runtime = structs.shared(), self.plan, self._runtime
         attention = self._spec.attention
-        base, data = comm.segments[arena.number].address, arena.data_offset_for(arena.signals)
-        window, *stages, _ = attention.arena_offsets(comm.rank)
+        base = runtime.memory.segments[arena.number].address
+        data = arena.data_offset_for(arena.signals)
+        window, *stages, _ = attention.arena_offsets(runtime.rank)
         self._stages = [Location(arena.number, data + stage) for stage in stages]
-        walk, queries = attention.walk(comm.rank), attention.held_by(comm.rank)
+        walk, queries = attention.walk(runtime.rank), attention.held_by(runtime.rank)
         words = offsets_of(attention.signal_sizes(), 1)
         landing = structures.WindowPlan(
             slots=plan.window,
-            slot_positions=sum(run.count for run in attention.landing(comm.rank)),
+            slot_positions=sum(run.count for run in attention.landing(runtime.rank)),
             chunk_positions=plan.chunk,
             chunks=attention.unit_chunks,
             data=base + data + window,
@@ -344,12 +348,12 @@ class RingAttention(Operator):
             line = plan.columns * plan.dtype.itemsize
             half = landing.slot_positions * line
             box = self._box(plan.tile[1])
-            landing.map.opaque[:] = comm.machine.tensor_map(
+            landing.map.opaque[:] = runtime.machine.tensor_map(
                 landing.data, plan.dtype, extents, (line, half, 2 * half), box
             )
         constants = structures.RingAttentionPlan(
             split=structures.Split(*plan.split),
-            digest=comm.digest(self._what),
+            digest=digest_of(self._what),
             batches=plan.batch,
             kv_heads=plan.kv_heads,
             group=plan.heads // plan.kv_heads,
@@ -359,12 +363,12 @@ class RingAttention(Operator):
             query_runs=len(queries),
             walk_runs=len(walk),
             window=landing,
-            queries=self._constant("queries", _runs(attention, comm.rank, queries)),
-            walk=self._constant("walk", _runs(attention, comm.rank, walk)),
+            queries=self._constant("queries", _runs(attention, runtime.rank, queries)),
+            walk=self._constant("walk", _runs(attention, runtime.rank, walk)),
             nodes=self._between_nodes(arena, data + window, words),
         )
         self._params = structures.RingAttentionParams(
-            shown=base + data, world=comm.world_address, plan=self._constant("plan", constants)
+            shown=base + data, world=runtime.world.address, plan=self._constant("plan", constants)
         )
         message = self._params.message
         message.digest = constants.digest
@@ -372,11 +376,11 @@ class RingAttention(Operator):
 
     def _between_nodes(self, arena: Arena, window: int, words: dict[str, int]) -> Any:
         """Return the struct ``NodeWindowPlan``."""
-        structures, comm, agreed = structs.shared(), self._comm, self._spec.attention
-        if comm.network is None:
+        structures, runtime, agreed = structs.shared(), self._runtime, self._spec.attention
+        if runtime.network is None:
             return structures.NodeWindowPlan()
-        rank, arriving = comm.rank, agreed.arriving(comm.rank)
-        positions = [sum(r.count for r in agreed.landing(peer)) for peer in range(comm.size)]
+        rank, arriving = runtime.rank, agreed.arriving(runtime.rank)
+        positions = [sum(r.count for r in agreed.landing(peer)) for peer in range(runtime.size)]
         arrays = {
             "leaving": _leaving_runs(agreed, rank),
             "arriving": _runs(agreed, rank, arriving),
@@ -405,26 +409,26 @@ class RingAttention(Operator):
         results: Sequence[operands.Operand],
         before: Preparation,
     ) -> Any:
-        comm, plan = self._comm, self.plan
+        runtime, plan = self._runtime, self.plan
         own = [x if self._is_readable(x.shadow) else before.put_aside(x) for x in own]
         params, (queries, keys, _) = self._params, plan.tile
         for name, x, lines in zip("qkv", own, (queries, keys, keys), strict=True):
             _set_heads(getattr(params, name), x.shadow)
             if self._mapped and x.shadow.size:
                 seen = operands.aligned_heads(x.shadow)
-                words = comm.machine.tensor_map(
+                words = runtime.machine.tensor_map(
                     x.shadow.ctypes.data, plan.dtype, *seen, self._box(lines)
                 )
                 getattr(params, name).map.opaque[:] = words
         _set_heads(params.out, results[0].shadow)
         if self._spec.return_lse:
             _set_heads(params.lse, results[1].shadow.transpose(0, 2, 1)[..., None])
-        if comm.size > 1:
+        if runtime.size > 1:
             shared = (params.own.keys, params.own.values)
             for to, x, stage in zip(shared, own[1:], self._stages, strict=True):
                 self._share(to, x, stage, before)
         agents = sum(plan.split) + plan.network_agents
-        return comm.prepare(self._kernel, params, agents, plan.shared_bytes)
+        return runtime.launches.prepare(self._kernel, params, agents, plan.shared_bytes)
 
     def _returned(self, out: Any, results: Sequence[operands.Operand]) -> Any:
         if out is None and self._spec.return_lse:
@@ -450,15 +454,15 @@ class RingAttention(Operator):
         self, to: ctypes.Structure, x: operands.Operand, stage: Location, before: Preparation
     ) -> None:
         """Say where peers find keys or values: where they are, or in a copy of them."""
-        comm, array = self._comm, x.shadow
+        runtime, array = self._runtime, x.shadow
         place = stage
-        if self._is_shareable(array) and comm.in_segment(array):
+        if self._is_shareable(array) and runtime.memory.holds(array):
             low, nbytes = extent(array)
-            place = comm.segments.locate(low, nbytes)
+            place = runtime.memory.segments.locate(low, nbytes)
             place = Location(place.segment, place.offset + array.ctypes.data - low)
         else:
             batch, positions, heads, columns = array.shape
-            room = comm.segments[stage.segment].bytes[stage.offset :][: array.nbytes]
+            room = runtime.memory.segments[stage.segment].bytes[stage.offset :][: array.nbytes]
             # Head by head, so that what is pulled together lies together.
             staged = room.view(array.dtype).reshape(batch, heads, positions, columns)
             array = staged.transpose(0, 2, 1, 3)
@@ -468,7 +472,7 @@ class RingAttention(Operator):
 
     def _is_shareable(self, array: np.ndarray) -> bool:
         """Return whether peers read keys or values as they lie; the network wants no gaps."""
-        axes = (1, 3) if self._comm.network else (3,)
+        axes = (1, 3) if self._runtime.network else (3,)
         run = array.itemsize
         for axis in reversed(axes):
             if array.shape[axis] > 1 and array.strides[axis] != run:
@@ -545,18 +549,6 @@ def _scale(value: Any, columns: int) -> float:
         raise TypeError(f"scale={value!r}: use a number") from None
     if not math.isfinite(value):
         raise ValueError(f"scale={value}: use a finite number")
-    return value
-
-
-def _bytes(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    try:
-        value = index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: use an integer, in bytes") from None
-    if value < 0:
-        raise ValueError(f"{name}={value}: use 0 or more bytes")
     return value
 
 

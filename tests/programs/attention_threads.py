@@ -34,7 +34,8 @@ def program(comm, lanes):
     for number in range(6):
         for x in qkv:
             x[...] = rng.standard_normal(x.shape)
-        k, v = zip(*comm.agree("blocks", lambda: [np.array(x) for x in qkv[1:]]), strict=True)
+        blocks = comm._runtime.agree("blocks", lambda: [np.array(x) for x in qkv[1:]])
+        k, v = zip(*blocks, strict=True)
         causal = number % 2 == 0
         expected, _ = reference.ring_attention(qkv[0], k, v, comm.rank, causal=causal)
         if expected.check(steps[number % 2](*qkv)) > 1:

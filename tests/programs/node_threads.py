@@ -39,12 +39,12 @@ def products(comm, lanes):
     worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000,) * 5)
     for _ in range(5):
         a[...], b[...] = rng.standard_normal(a.shape), rng.standard_normal(b.shape)
-        blocks = comm.agree("blocks", lambda: np.array(a))
+        blocks = comm._runtime.agree("blocks", lambda: np.array(a))
         if not np.allclose(step(a, b), np.vstack(blocks) @ b, atol=1e-4):
             raise SystemExit("wrong result")
         for x in terms:
             x[...] = rng.standard_normal(x.shape)
-        whole = sum(comm.agree("products", lambda: terms[0] @ terms[1]))
+        whole = sum(comm._runtime.agree("products", lambda: terms[0] @ terms[1]))
         if not np.allclose(sums(*terms), whole, atol=1e-4):
             raise SystemExit("wrong sum")
 
@@ -61,7 +61,7 @@ def attention_and_experts(comm, lanes):
     worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000,) * 5)
     for number in range(5):
         qkv[...] = rng.standard_normal(qkv.shape)
-        k, v = zip(*comm.agree("keys and values", lambda: qkv[1:].copy()), strict=True)
+        k, v = zip(*comm._runtime.agree("keys and values", lambda: qkv[1:].copy()), strict=True)
         if reference.ring_attention(qkv[0], k, v, rank)[0].check(attend(*qkv)) > 1:
             raise SystemExit("wrong attention")
         routed = dataclasses.replace(CASE, routing=ROUTINGS[number])
@@ -69,7 +69,7 @@ def attention_and_experts(comm, lanes):
             of(routed, number)[rank] for of in (tokens_of, ids_of, router_weights_of)
         )
         layer = layer or mk.MoeLayer(x, ids, factors, w1, w2, capacity=60, **asked, options=few)
-        right = expected_layer(routed, number, rank, None, None, comm.topology.sizes)
+        right = expected_layer(routed, number, rank, None, None, comm._runtime.topology.sizes)
         if right.check(layer(x, ids, factors, w1, w2)) > 1:
             raise SystemExit("wrong layer")
 

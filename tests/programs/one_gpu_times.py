@@ -28,7 +28,7 @@ def times(comm, m, k, n):
     import cupy
 
     def milliseconds(step, b):
-        out = comm.machine.empty((m, b.shape[1]), dtype)
+        out = comm._runtime.machine.empty((m, b.shape[1]), dtype)
         events = [cupy.cuda.Event() for _ in range(2)]
         for event in events:
             for _ in range(CALLS):
@@ -39,7 +39,7 @@ def times(comm, m, k, n):
 
     dtype = np.dtype(ml_dtypes.bfloat16)
     a = comm.empty((comm.row_counts(m)[comm.rank], k), dtype)
-    comm.machine.copy(a, normal(cupy, dtype, comm.rank, a.shape))
+    comm._runtime.machine.copy(a, normal(cupy, dtype, comm.rank, a.shape))
     results = []
     for options in CHOICES:
         both = []

@@ -33,13 +33,13 @@ def program(comm, lanes):
     worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000, 300_000))
     for step in range(8):
         a[...], b[...] = rng.standard_normal(a.shape), rng.standard_normal(b.shape)
-        blocks = comm.agree("blocks", lambda: np.array(a))
+        blocks = comm._runtime.agree("blocks", lambda: np.array(a))
         out = plans[step % 2](a, b)
         if not np.allclose(out, np.vstack(blocks) @ b, atol=1e-4):
             raise SystemExit("wrong result")
         for x in terms:
             x[...] = rng.standard_normal(x.shape)
-        whole = sum(comm.agree("products", lambda: terms[0] @ terms[1]))
+        whole = sum(comm._runtime.agree("products", lambda: terms[0] @ terms[1]))
         out = sums[step % 4](*terms)
         rows = slice(None) if step % 2 else comm.rows(70)
         if not np.allclose(out, whole[rows], atol=1e-4):

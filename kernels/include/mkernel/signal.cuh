@@ -41,6 +41,7 @@ enum class Reason : u64 {
     concurrent = 6,
     lost = 7,     // as a watcher sees it
     network = 8,  // as a proxy sees it
+    no_operand = 9,
 };
 
 constexpr u64 everyone = ~u64(0);
@@ -342,6 +343,7 @@ private:
         return why != 0;
     }
 
+protected:
     // Writes this rank's record, if it is the first, and then the abort words of all ranks. Always false.
     MK_DEVICE bool fail(Reason reason, Subject subject, u64 expected, u64 seen, u64 waited_ns) {
         HostPage* own = world_.pages[rank()];
@@ -366,6 +368,7 @@ private:
         return false;
     }
 
+private:
     const World& world_;
     u64 generation_;
     u64 role_;

@@ -6,6 +6,9 @@
 
 namespace mk {
 
+// The segment of an operand that a rank has not passed to its launch.
+constexpr u64 nowhere = ~u64(0);
+
 class Peers : public Context {
 public:
     using Context::Context;
@@ -85,6 +88,15 @@ public:
 
     MK_DEVICE void* at(u64 peer, Place place) const {
         return static_cast<u8*>(world().segments[place.segment * size() + peer]) + place.offset;
+    }
+
+    // Where the operand of a peer is that has called. Null if it has passed none, which is a failure of all ranks.
+    MK_DEVICE void* operand_of(u64 peer) {
+        const Place operand = message_of(peer).operand;
+        if (operand.segment != nowhere) return at(peer, operand);
+        if (live() && agent().lane() == 0) fail(Reason::no_operand, {Awaited::call, peer, 0}, 0, 0, 0);
+        drop();
+        return nullptr;
     }
 
     // Called by each of `readers` agents when it has read the peer's message and its copies of the peer's operand are
