@@ -220,6 +220,7 @@ def test_variants_are_measured_beside_their_like(tmp_path, operator, shape, vari
     (record,) = records.read(path)
     assert (record["shape"], record["variant"]) == (shape, variant)
     assert variant.items() - {("routing", "zipf")} <= record["plan"].items()
+    assert record["rivals"] == {}
     assert isinstance(record["unfused_ms"], float)
     saved = tmp_path / "plan.json"
     saved.write_text(json.dumps({"operator": operator, **record["plan"]}))

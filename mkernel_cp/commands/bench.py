@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import __version__
 from ..attention_plan import MOST_COLUMNS
-from ..bench import baselines, records
+from ..bench import records
 from ..bench.allgather_gemm import AllGatherGemmBench
 from ..bench.moe import MoeCombineBench, MoeDispatchGemmBench, MoeLayerBench
 from ..bench.operator import OperatorBench
@@ -82,7 +82,7 @@ def bench(comm: Communicator, arguments: argparse.Namespace) -> int:
         for extents in shapes
     ]
     table = records.Table(
-        [records.title(*case) for case in cases], [rival.name for rival in baselines.RIVALS]
+        [records.title(*case) for case in cases], [rival.name for rival in kind.rivals()]
     )
     done: list[dict[str, Any]] = []
     wrong: list[str] = []
