@@ -26,11 +26,9 @@ _MEASURED = {
     "moe-combine": "the weighted sums of what experts have made of tokens",
     "moe-layer": "what a layer of experts, with swiglu, makes of tokens",
 }
-# A library that does the same alone, where that is not cuBLAS; and rivals.
+# A library that does the same alone, where that is not cuBLAS.
 _ALONE = dict.fromkeys(("ring-attention", "moe-combine"), "PyTorch")
-_RIVALS = dict.fromkeys(
-    ("allgather-gemm", "gemm-reduce-scatter"), ", PyTorch async-TP and cuBLASMp"
-)
+_CHOICES_OF_PLANS = {"tile": "tiles", "movers": "movers", "chunk_bytes": "chunks"}
 _OF_OPERATORS = "run", "bench", "tune"
 
 # Files of `run`.
@@ -144,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     operator = _add_run(
         operators,
         run.moe_dispatch_gemm,
-        "tokens times the weights of the experts that they chose",
+        _MEASURED["moe-dispatch-gemm"],
         split,
         {"x": _TOKENS, "topk_idx": _CHOICES, "w": "weights (E, H, I) of all experts"},
         "Y.npy",
@@ -155,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(
         operators,
         run.moe_combine,
-        "the weighted sums of what experts have made of tokens",
+        _MEASURED["moe-combine"],
         split,
         {
             "rows": "rows (R, N), one for each choice, in the order that moe-dispatch-gemm writes",
@@ -187,13 +185,15 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help="measure an operator beside its alternatives")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
     for name, what in _MEASURED.items():
-        alone, others = _ALONE.get(name, "cuBLAS"), _RIVALS.get(name, "")
+        alone = _ALONE.get(name, "cuBLAS")
+        rivals = [rival.name for rival in bench.BENCHES[name].rivals()]
+        ways = f"{alone} alone", f"{alone} and NCCL one after the other", *rivals
         operator = operators.add_parser(
             name,
-            help=f"beside {alone}, NCCL{others}",
-            description=f"Measure {what} beside {alone} alone, {alone} and NCCL one after the other"
-            f"{others}, as far as they are installed. efficiency = floor / fused, and floor is the "
-            "longest of compute, transfer and network; the README explains the columns.",
+            help=f"beside {_listed((alone, 'NCCL', *rivals))}",
+            description=f"Measure {what} beside {', '.join(ways)}, as far as they are installed. "
+            "efficiency = floor / fused, and floor is the longest of compute, transfer and "
+            "network; the README explains the columns.",
         )
         _add_measured(operator, name)
         if name.startswith("moe"):
@@ -225,12 +225,13 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("tune", help="measure a plan's choices, and keep the fastest")
     operators = command.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
     for name, what in _MEASURED.items():
-        if not bench.BENCHES[name].choices:
+        choices = [_CHOICES_OF_PLANS[choice] for choice in bench.BENCHES[name].choices]
+        if not choices:
             continue
         operator = operators.add_parser(
             name,
-            help="its tiles, movers and chunks",
-            description=f"Measure plans of {what} that differ in tiles, movers or chunks. What is "
+            help=f"its {_listed(choices)}",
+            description=f"Measure plans of {what} that differ in {_listed(choices, 'or')}. What is "
             "faster than the cost model's choices is kept for later calls on such GPUs with as "
             "many ranks.",
         )
@@ -258,6 +259,11 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("doctor", help="tell what this machine has and lacks, and what mends it")
     return parser
+
+
+def _listed(words: Sequence[str], last: str = "and") -> str:
+    """Return two words or more, as in "a, b and c"."""
+    return f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
 def _add_measured(operator: Any, name: str) -> None:

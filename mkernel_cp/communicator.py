@@ -178,7 +178,8 @@ class Communicator:
     def asarray(self, a: Any, dtype: Any = None) -> np.ndarray:
         """Return `a` in memory that peers can read in place: `a` itself if it is there already.
 
-        Collective; see `empty`. A copy has the order of `a`, without gaps between its rows.
+        Collective; see `empty`. A copy has the order of `a`, without gaps between its rows; on the
+        cuda target NumPy's arrays are copied to the GPU.
         """
         return self._runtime.memory.asarray(a, dtype)
 
@@ -230,6 +231,10 @@ class Communicator:
         ArgumentMismatchError
             On all ranks, if they launch different kernels, or one reads an operand that its peer
             has not passed.
+        ConfigurationError
+            If the ranks are on several nodes, or the kernel is for the other target.
+        CompileError
+            If the kernel does not compile, or its source has none of that name.
         Error
             As for every operator.
         """

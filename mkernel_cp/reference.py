@@ -41,6 +41,7 @@ accumulated in float64, for float64 operands in NumPy's long double.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,8 @@ def array_split_counts(m: int, parts: int) -> tuple[int, ...]:
 
     Raises
     ------
+    TypeError
+        If one of them is no integer.
     ValueError
         If `m` is negative or `parts` is less than 1.
 
@@ -100,8 +103,12 @@ def array_split_counts(m: int, parts: int) -> tuple[int, ...]:
     >>> array_split_counts(10, 4)
     (3, 3, 2, 2)
     """
+    try:
+        m, parts = operator.index(m), operator.index(parts)
+    except TypeError:
+        raise TypeError(f"{m!r} rows in {parts!r} parts: use integers") from None
     if m < 0 or parts < 1:
-        raise ValueError(f"need m >= 0 and parts >= 1, got m={m}, parts={parts}")
+        raise ValueError(f"{m} rows in {parts} parts: use 0 rows or more, and 1 part or more")
     size, larger = divmod(m, parts)
     return (size + 1,) * larger + (size,) * (parts - larger)
 

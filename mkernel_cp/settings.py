@@ -214,7 +214,7 @@ def warn_unknown() -> None:
         hint = f"did you mean {near[0]}? " if near else ""
         warnings.warn(
             f"unknown environment variable {name}: {hint}known are {', '.join(known)}",
-            stacklevel=2,
+            stacklevel=3,  # where a communicator is made
         )
 
 

@@ -220,6 +220,7 @@ def test_variants_are_measured_beside_their_like(tmp_path, operator, shape, vari
     (record,) = records.read(path)
     assert (record["shape"], record["variant"]) == (shape, variant)
     assert variant.items() - {("routing", "zipf")} <= record["plan"].items()
+    assert record["rivals"] == {}
     assert isinstance(record["unfused_ms"], float)
     saved = tmp_path / "plan.json"
     saved.write_text(json.dumps({"operator": operator, **record["plan"]}))
@@ -270,16 +271,19 @@ def test_a_wrong_sum_gets_no_time(operator, who, field):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("option", "words"),
+    ("operator", "option", "words"),
     [
-        ("--shape=1,2", "argument --shape: invalid shape value: '1,2'"),
-        ("--shape=1,2,0", "argument --shape: invalid shape value: '1,2,0'"),
-        ("--repeat=0", "argument --repeat: invalid repeats value: '0'"),
-        ("--dtype=int8", "argument --dtype: invalid choice: 'int8'"),
+        ("allgather-gemm", "--shape=1,2", "argument --shape: invalid shape value: '1,2'"),
+        ("allgather-gemm", "--shape=1,2,0", "argument --shape: invalid shape value: '1,2,0'"),
+        ("moe-combine", "--shape=9,9,2,3", "argument --shape: 9,9,2,3: a token chooses k of E"),
+        ("ring-attention", "--shape=9,1,4,3,8", "9,1,4,3,8: Hq is not a multiple of Hkv"),
+        ("ring-attention", "--shape=9,1,4,2,257", "9,1,4,2,257: D is at most 256"),
+        ("allgather-gemm", "--repeat=0", "argument --repeat: invalid repeats value: '0'"),
+        ("allgather-gemm", "--dtype=int8", "argument --dtype: invalid choice: 'int8'"),
     ],
 )
-def test_a_wrong_command_line_is_told_once(option, words):
-    done = bench(option)
+def test_a_wrong_command_line_is_told_once(operator, option, words):
+    done = bench(option, operator=operator)
     assert done.returncode == 2
     assert done.stderr.count("usage:") == 1
     assert words in done.stderr

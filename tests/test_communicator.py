@@ -118,6 +118,12 @@ def test_rows_are_array_splits(size):
                 np.testing.assert_array_equal(np.arange(m)[part], expected)
 
 
+@pytest.mark.parametrize(("m", "error"), [(-1, ValueError), (1.5, TypeError), ("3", TypeError)])
+def test_rows_are_counted_by_integers(m, error):
+    with pytest.raises(error, match=re.escape(f"{m!r} rows in 2 parts: use ")):
+        worlds.run(2, lambda comm: comm.rows(m))
+
+
 def test_rows_of_a_negative_extent_are_refused():
     def program(comm):
         for call in (comm.rows, comm.row_counts):

@@ -64,17 +64,20 @@ def main():
         own = experts[comm.rows(asked.experts)]
         w1 = np.array([first for first, _ in own], np.float32).reshape(-1, asked.width, 2 * inner)
         w2 = np.array([second for _, second in own], np.float32).reshape(-1, inner, asked.width)
+        w1, w2 = comm.asarray(w1), comm.asarray(w2)  # on the GPU, if there is one
         worst = 0.0
         for _ in range(asked.steps):
             tokens = int(random.integers(0, most + 1))
             x = random.standard_normal((tokens, asked.width)).astype(np.float32)
             ids, weights = route(x, router, min(asked.chosen, asked.experts))
-            y = mk.moe_layer(
-                *(x, ids, weights, w1, w2),
+            made = mk.moe_layer(
+                *(comm.asarray(part) for part in (x, ids, weights)),
+                *(w1, w2),
                 comm=comm,
                 num_experts=asked.experts,
                 max_tokens=most,
             )
+            y = comm.asnumpy(made)
             for i in random.choice(tokens, min(asked.samples, tokens), replace=False):
                 right = dense(x[i], ids[i], weights[i], experts)
                 worst = max(worst, float(abs(y[i] - right).max()))

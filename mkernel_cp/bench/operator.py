@@ -111,6 +111,11 @@ class OperatorBench(abc.ABC):
         self._numpy = np if comm.target == "host" else importlib.import_module("cupy")
 
     @classmethod
+    def rivals(cls) -> list[type]:
+        """Return those that have the operator, too."""
+        return [rival for rival in baselines.RIVALS if cls.operator in rival.operators]
+
+    @classmethod
     @contextlib.contextmanager
     def opened(
         cls, comm: Communicator, dtype: np.dtype, variant: Mapping[str, Any]
@@ -138,12 +143,10 @@ class OperatorBench(abc.ABC):
         """Load libraries and rivals, or say why there is none."""
         self._gemm = baselines.gemm_for(self._comm)
         self._library = self._attempt(self._communication)
-        self._rivals = {rival.name: self._meet(rival) for rival in baselines.RIVALS}
+        self._rivals = {rival.name: self._meet(rival) for rival in self.rivals()}
 
     def _meet(self, rival: Any) -> Any:
         """Return a rival, or why there is none."""
-        if self.operator not in rival.operators:
-            return f"has no {self.operator}"
         if self._comm.target == "host":
             return "needs GPUs"
         # Alone first: joining the others may be to wait for them.

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
-from ..bench import baselines, records
+from ..attention_plan import MOST_COLUMNS
+from ..bench import records
 from ..bench.allgather_gemm import AllGatherGemmBench
 from ..bench.moe import MoeCombineBench, MoeDispatchGemmBench, MoeLayerBench
 from ..bench.operator import OperatorBench
@@ -45,6 +46,13 @@ def shape_of(keys: tuple[str, ...]) -> Callable[[str], tuple[int, ...]]:
         extents = tuple(map(int, text.split(",")))
         if len(extents) != len(keys) or min(extents) < 1:
             raise ValueError
+        of = dict(zip(keys, extents, strict=True))
+        if "k" in of and of["k"] > of["E"]:
+            raise argparse.ArgumentTypeError(f"{text}: a token chooses k of E experts, so k <= E")
+        if "Hq" in of and of["Hq"] % of["Hkv"]:
+            raise argparse.ArgumentTypeError(f"{text}: Hq is not a multiple of Hkv")
+        if of.get("D", 1) > MOST_COLUMNS:
+            raise argparse.ArgumentTypeError(f"{text}: D is at most {MOST_COLUMNS}")
         return extents
 
     return shape
@@ -74,7 +82,7 @@ def bench(comm: Communicator, arguments: argparse.Namespace) -> int:
         for extents in shapes
     ]
     table = records.Table(
-        [records.title(*case) for case in cases], [rival.name for rival in baselines.RIVALS]
+        [records.title(*case) for case in cases], [rival.name for rival in kind.rivals()]
     )
     done: list[dict[str, Any]] = []
     wrong: list[str] = []
@@ -124,9 +132,10 @@ def _progress(comm: Communicator, total: int) -> Iterator[tuple[Callable, Callab
     if comm.rank != 0:
         yield (lambda text: None), (lambda step: step)
         return
-    try:
+    tqdm = None
+    with contextlib.suppress(ImportError):
         tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
+    if tqdm is None:
         yield (lambda text: print(text, flush=True)), (lambda step: step)
         return
     with tqdm(total=total, disable=None, leave=False) as bar:  # None: only on a terminal
