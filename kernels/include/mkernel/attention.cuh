@@ -7,20 +7,24 @@
 namespace mk {
 
 // The keys and values of one head in one batch entry, which a group of query heads shares.
-struct Unit { i64 index, batch, head; };
+struct Unit { u32 index, batch, head; };
 
 class Units {
 public:
     explicit MK_DEVICE Units(const RingAttentionPlan& plan) : plan_(plan) {}
 
     struct Iterator {
-        u32 index, heads;
-        MK_DEVICE Unit operator*() const { return {i64(index), i64(index / heads), i64(index % heads)}; }
+        u32 index;
+        const RingAttentionPlan& plan;
+        MK_DEVICE Unit operator*() const {
+            const u32 heads = u32(plan.kv_heads);
+            return {index, index / heads, index % heads};
+        }
         MK_DEVICE Iterator& operator++() { return ++index, *this; }
         MK_DEVICE bool operator!=(const Iterator& other) const { return index != other.index; }
     };
-    MK_DEVICE Iterator begin() const { return {0, u32(plan_.kv_heads)}; }
-    MK_DEVICE Iterator end() const { return {u32(plan_.batches * plan_.kv_heads), u32(plan_.kv_heads)}; }
+    MK_DEVICE Iterator begin() const { return {0, plan_}; }
+    MK_DEVICE Iterator end() const { return {u32(plan_.batches * plan_.kv_heads), plan_}; }
 
 private:
     const RingAttentionPlan& plan_;
