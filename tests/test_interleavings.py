@@ -71,7 +71,8 @@ class World:
 
         def host(rank, launch):
             comm, _, a, out, _ = self.ranks[rank]
-            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
+            calls = comm._runtime.calls
+            ended_well = calls.signals.generation == first + launch + 1
             if launch >= 0:
                 right = out == self.expected[launch][rank]
                 # What was not finished is NaN; what was finished is right.
@@ -83,7 +84,7 @@ class World:
             if ended_well:
                 worlds.poison(comm, poison)
             # What it has sent may be told when it has gone already.
-            comm._pages[rank].words.closed = 0 if goes_on else 1 + comm._signals.generation
+            calls.pages[rank].words.closed = 0 if goes_on else 1 + calls.signals.generation
             return ended_well
 
         first = self.ranks[0][0]._runtime.calls.signals.generation
