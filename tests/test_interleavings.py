@@ -189,6 +189,19 @@ def test_who_waits_for_a_rank_that_waits_for_the_call_of_another_gives_it_time(m
             world.ranks[rank][0].synchronize()
 
 
+@pytest.mark.parametrize(
+    ("form", "seed"), [*zip(list(FORMS)[:3], (2, 14, 14), strict=True)], ids=list(FORMS)[:3]
+)
+def test_who_passes_no_call_on_is_late_not_those_who_have_called(make_world, form, seed):
+    """Rank 1 is who tells rank 2 of rank 0."""
+    world = make_world(form, 1, (1, 2), nodes=(1, 2))
+    stop = {"stopped_rank": 1, "stop_step": 0}
+    assert not world.simulate(seed, worlds.NUMBER, **stop)[0]
+    for rank in (0, 2):
+        with pytest.raises(mk.TimeoutError, match=r"Rank 1 has not made this call"):
+            world.ranks[rank][0].synchronize()
+
+
 @pytest.mark.parametrize("part", range(6))
 @pytest.mark.parametrize("form", list(FORMS)[:3])
 def test_a_rank_that_closes_behind_a_broken_launch_is_not_waited_for(make_world, form, part):
