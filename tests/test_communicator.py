@@ -118,11 +118,14 @@ def test_rows_are_array_splits(size):
                 np.testing.assert_array_equal(np.arange(m)[part], expected)
 
 
-def test_rows_of_a_negative_extent_are_refused():
+def test_rows_of_what_is_no_extent_are_refused():
     def program(comm):
         for call in (comm.rows, comm.row_counts):
             with pytest.raises(ValueError, match="-1"):
                 call(-1)
+            for wrong in (True, 2.0, np.array([2])):
+                with pytest.raises(TypeError, match="use an integer"):
+                    call(wrong)
 
     worlds.run(2, program)
 
@@ -491,7 +494,10 @@ def test_too_large_an_operand_leaves_earlier_plans_usable():
         ({"nodes": (1, 1)}, ValueError, "add up to the 3 ranks"),
         ({"nodes": (4, -1)}, ValueError, "add up to the 3 ranks"),
         ({"nodes": ()}, ValueError, "add up to the 3 ranks"),
-        ({"nodes": 1.0}, TypeError, "float"),
+        ({"nodes": 1.0}, TypeError, "nodes=1.0: use an integer or a sequence of integers"),
+        ({"nodes": True}, TypeError, "nodes=True: use an integer"),
+        ({"nodes": (True, 2)}, TypeError, "True, 2.*use an integer"),
+        ({"nodes": "12"}, TypeError, "nodes='12': use an integer"),
         ({"entry_timeout": -1}, ValueError, "entry_timeout=-1"),
         ({"progress_timeout": -0.5}, ValueError, "progress_timeout=-0.5"),
         ({"entry_timeout": float("nan")}, ValueError, "entry_timeout=nan"),
