@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import re
 import threading
@@ -20,7 +21,7 @@ import mkernel_cp as mk
 from mkernel_cp import memory
 from mkernel_cp.failure import Awaited, Reason
 from mkernel_cp.host_pages import abort, write_record
-from mkernel_cp.memory import extent
+from mkernel_cp.memory import Segment, extent
 
 A, B = np.ones((4, 6)), np.ones((6, 5))
 
@@ -774,6 +775,28 @@ def test_fifty_communicators_of_many_worlds_leave_nothing():
     before = left()
     mk.LocalWorld(4).run(program, 50)
     assert left() == before
+
+
+@pytest.mark.parametrize("failing", range(1, 11))
+def test_what_is_never_made_leaves_no_files(failing, monkeypatch):
+    """Pages of three ranks, copies of those of the other host, and signals."""
+
+    def create(nbytes):
+        if next(made) == failing:
+            raise mk.OutOfMemoryError("no memory")
+        return whole(nbytes)
+
+    made, whole = itertools.count(1), Segment.create
+    monkeypatch.setattr(Segment, "create", create)
+    files = len(os.listdir("/proc/self/fd"))
+
+    def program(mpi):
+        with pytest.raises(mk.OutOfMemoryError, match="no memory"):
+            mk.Communicator(mpi)
+
+    mk.LocalWorld(3, hosts=(2, 1)).run(program)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 # --- the end ------------------------------------------------------------------------------------
