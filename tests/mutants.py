@@ -227,8 +227,8 @@ MUTANTS = {
     ),
     "deadline of who passes calls on": Mutant(
         H + "signal.cuh",
-        "phase_of(teller) < Phase::entered ? teller : last",
-        "last",
+        "several_nodes && phase_of(world_.network->holders[last])",
+        "several_nodes && Phase::entered",
         ("test_interleavings.py::test_who_passes_no_call_on_is_late_not_those_who_have_called",),
     ),
     "naps that get longer": Mutant(

@@ -315,8 +315,8 @@ private:
         for (u32 peer = 0; peer < u32(size()) && phase_of(last) > Phase::outside; ++peer)
             if (phase_of(peer) < phase_of(last)) last = peer;
         // One of another node shows by way of its gateway here, which may be who has not come.
-        const u64 teller = several_nodes ? world_.network->holders[last] : last;
-        return phase_of(teller) < Phase::entered ? teller : last;
+        if (several_nodes && phase_of(world_.network->holders[last]) < Phase::entered) return world_.network->holders[last];
+        return last;
     }
 
     // Whether nothing can come any more: of a launch that has ended well all comes, though the network may tell it later.
