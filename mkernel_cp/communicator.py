@@ -7,6 +7,7 @@ import numpy as np
 
 from . import settings
 from .kernel import Kernel
+from .plan import integer
 from .reference import array_split_counts
 from .runtime import Runtime
 
@@ -131,7 +132,10 @@ class Communicator:
 
         Local.
         """
-        return array_split_counts(m, self.size)
+        try:
+            return array_split_counts(integer(m), self.size)
+        except TypeError:
+            raise TypeError(f"m={m!r}: use an integer") from None
 
     def rows(self, m: int) -> slice:
         """Return which of `m` rows are this rank's if they are split as by `numpy.array_split`.

@@ -1,7 +1,6 @@
 """What all ranks of a communicator have alike: arguments and variables, checked and agreed on."""
 
 import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 
 from . import errors, settings
 from .construction import host_of
+from .plan import integer
 from .reference import array_split_counts
 from .targets import cuda
 
@@ -165,13 +165,15 @@ def _nodes(nodes: Any, size: int) -> tuple[int, ...] | None:
             return _nodes(nodes, size)
         except ValueError as error:
             raise errors.ConfigurationError(f"MKERNEL_NODES: {error}") from None
-    if isinstance(nodes, int | np.integer):
+    if isinstance(nodes, int | np.integer) and not isinstance(nodes, bool):
         if not 1 <= nodes <= size:
             raise ValueError(f"nodes={nodes}: not allowed; use 1 to {size}, the number of ranks")
         return array_split_counts(size, int(nodes))
-    if isinstance(nodes, str):
-        raise TypeError(f"nodes={nodes!r}: use an integer or a sequence of integers")
-    sizes = tuple(operator.index(count) for count in nodes)
+    try:
+        sizes = tuple(map(integer, nodes))
+    except TypeError:
+        message = f"nodes={nodes!r}: use an integer or a sequence of integers"
+        raise TypeError(message) from None
     if sum(sizes) != size or min(sizes) < 1:
         raise ValueError(
             f"nodes={list(sizes)}: the sizes must be positive and add up to the {size} ranks"

@@ -119,9 +119,7 @@ class Runtime:
         if remote:
             self._mirrors = Mirrors(self.mpi, remote, self._together)
             self._links.append(self._mirrors)
-            copies = self._together(lambda: [Segment.create(HostPage.nbytes()) for _ in remote])
-            for copy in copies:
-                copy.close_fd()
+            copies = self._together(lambda: [_private_page() for _ in remote])
             pages = [*copies[:begin], *pages, *copies[begin:]]
         signals = self._exchange(self.machine, SignalPage.nbytes(self.size))
         signals = self.topology.by_rank(signals)
@@ -171,7 +169,12 @@ class Runtime:
             created.append(machine.create(nbytes))
             return machine.ticket(created[0])
 
-        tickets = self.mpi.allgather(self._together(create))
+        try:
+            tickets = self.mpi.allgather(self._together(create))
+        except BaseException:
+            for segment in created:
+                machine.discard(segment)
+            raise
         return self._together(lambda: machine.open(created[0], tickets, lambda peer: None))
 
     def _share_tuning(self) -> None:
@@ -319,6 +322,12 @@ class Runtime:
         stranded = self._agreements is not None and self._agreements.stranded
         if not (lifetime.lost or stranded or _finalized(self.mpi)):
             self.mpi.Free()
+
+
+def _private_page() -> Segment:
+    page = Segment.create(HostPage.nbytes())
+    page.close_fd()
+    return page
 
 
 def _finalized(mpi: Any) -> bool:

@@ -225,6 +225,12 @@ MUTANTS = {
             "::test_who_waits_for_a_rank_that_waits_for_the_call_of_another_gives_it_time",
         ),
     ),
+    "deadline of who passes calls on": Mutant(
+        H + "signal.cuh",
+        "several_nodes && phase_of(world_.network->holders[last])",
+        "several_nodes && Phase::entered",
+        ("test_interleavings.py::test_who_passes_no_call_on_is_late_not_those_who_have_called",),
+    ),
     "naps that get longer": Mutant(
         H + "host_runtime.cuh",
         "first_nap_ns << (doublings < most_doublings ? doublings : most_doublings)",

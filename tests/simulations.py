@@ -25,7 +25,7 @@ def slow(helper, turns):
 def breaks(comm, turn):
     """A helper that ends this rank's launch at one of its turns, in vain and without a word."""
     taken = itertools.count(1)
-    failures = ctypes.c_uint64.from_address(comm._signal_pages[comm.rank].failures_word)
+    failures = ctypes.c_uint64.from_address(comm._runtime._signal_pages[comm.rank].failures_word)
 
     def step(_):
         now = next(taken) == turn

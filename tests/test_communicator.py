@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import re
 import threading
@@ -20,7 +21,7 @@ import mkernel_cp as mk
 from mkernel_cp import memory
 from mkernel_cp.failure import Awaited, Reason
 from mkernel_cp.host_pages import abort, write_record
-from mkernel_cp.memory import extent
+from mkernel_cp.memory import Segment, extent
 
 A, B = np.ones((4, 6)), np.ones((6, 5))
 
@@ -118,17 +119,14 @@ def test_rows_are_array_splits(size):
                 np.testing.assert_array_equal(np.arange(m)[part], expected)
 
 
-@pytest.mark.parametrize(("m", "error"), [(-1, ValueError), (1.5, TypeError), ("3", TypeError)])
-def test_rows_are_counted_by_integers(m, error):
-    with pytest.raises(error, match=re.escape(f"{m!r} rows in 2 parts: use ")):
-        worlds.run(2, lambda comm: comm.rows(m))
-
-
-def test_rows_of_a_negative_extent_are_refused():
+def test_rows_of_what_is_no_extent_are_refused():
     def program(comm):
         for call in (comm.rows, comm.row_counts):
             with pytest.raises(ValueError, match="-1"):
                 call(-1)
+            for wrong in (True, 2.0, "3", np.array([2])):
+                with pytest.raises(TypeError, match="use an integer"):
+                    call(wrong)
 
     worlds.run(2, program)
 
@@ -497,7 +495,10 @@ def test_too_large_an_operand_leaves_earlier_plans_usable():
         ({"nodes": (1, 1)}, ValueError, "add up to the 3 ranks"),
         ({"nodes": (4, -1)}, ValueError, "add up to the 3 ranks"),
         ({"nodes": ()}, ValueError, "add up to the 3 ranks"),
-        ({"nodes": 1.0}, TypeError, "float"),
+        ({"nodes": 1.0}, TypeError, "nodes=1.0: use an integer or a sequence of integers"),
+        ({"nodes": True}, TypeError, "nodes=True: use an integer"),
+        ({"nodes": (True, 2)}, TypeError, "True, 2.*use an integer"),
+        ({"nodes": "12"}, TypeError, "nodes='12': use an integer"),
         ({"entry_timeout": -1}, ValueError, "entry_timeout=-1"),
         ({"progress_timeout": -0.5}, ValueError, "progress_timeout=-0.5"),
         ({"entry_timeout": float("nan")}, ValueError, "entry_timeout=nan"),
@@ -774,6 +775,28 @@ def test_fifty_communicators_of_many_worlds_leave_nothing():
     before = left()
     mk.LocalWorld(4).run(program, 50)
     assert left() == before
+
+
+@pytest.mark.parametrize("failing", range(1, 11))
+def test_what_is_never_made_leaves_no_files(failing, monkeypatch):
+    """Pages of three ranks, copies of those of the other host, and signals."""
+
+    def create(nbytes):
+        if next(made) == failing:
+            raise mk.OutOfMemoryError("no memory")
+        return whole(nbytes)
+
+    made, whole = itertools.count(1), Segment.create
+    monkeypatch.setattr(Segment, "create", create)
+    files = len(os.listdir("/proc/self/fd"))
+
+    def program(mpi):
+        with pytest.raises(mk.OutOfMemoryError, match="no memory"):
+            mk.Communicator(mpi)
+
+    mk.LocalWorld(3, hosts=(2, 1)).run(program)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 # --- the end ------------------------------------------------------------------------------------

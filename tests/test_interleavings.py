@@ -71,7 +71,8 @@ class World:
 
         def host(rank, launch):
             comm, _, a, out, _ = self.ranks[rank]
-            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
+            calls = comm._runtime.calls
+            ended_well = calls.signals.generation == first + launch + 1
             if launch >= 0:
                 right = out == self.expected[launch][rank]
                 # What was not finished is NaN; what was finished is right.
@@ -83,7 +84,7 @@ class World:
             if ended_well:
                 worlds.poison(comm, poison)
             # What it has sent may be told when it has gone already.
-            comm._pages[rank].words.closed = 0 if goes_on else 1 + comm._signals.generation
+            calls.pages[rank].words.closed = 0 if goes_on else 1 + calls.signals.generation
             return ended_well
 
         first = self.ranks[0][0]._runtime.calls.signals.generation
@@ -185,6 +186,19 @@ def test_who_waits_for_a_rank_that_waits_for_the_call_of_another_gives_it_time(m
     assert simulation.elapsed_ns > 600e9
     for rank in (0, 2):
         with pytest.raises(mk.TimeoutError, match=r"for the call of rank 1 .*entry_timeout"):
+            world.ranks[rank][0].synchronize()
+
+
+@pytest.mark.parametrize(
+    ("form", "seed"), [*zip(list(FORMS)[:3], (2, 14, 14), strict=True)], ids=list(FORMS)[:3]
+)
+def test_who_passes_no_call_on_is_late_not_those_who_have_called(make_world, form, seed):
+    """Rank 1 is who tells rank 2 of rank 0."""
+    world = make_world(form, 1, (1, 2), nodes=(1, 2))
+    stop = {"stopped_rank": 1, "stop_step": 0}
+    assert not world.simulate(seed, worlds.NUMBER, **stop)[0]
+    for rank in (0, 2):
+        with pytest.raises(mk.TimeoutError, match=r"Rank 1 has not made this call"):
             world.ranks[rank][0].synchronize()
 
 

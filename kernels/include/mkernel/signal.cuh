@@ -314,6 +314,8 @@ private:
         u64 last = awaited == everyone ? rank() : awaited;
         for (u32 peer = 0; peer < u32(size()) && phase_of(last) > Phase::outside; ++peer)
             if (phase_of(peer) < phase_of(last)) last = peer;
+        // One of another node shows by way of its gateway here, which may be who has not come.
+        if (several_nodes && phase_of(world_.network->holders[last]) < Phase::entered) return world_.network->holders[last];
         return last;
     }
 
