@@ -252,8 +252,9 @@ public:
 
     // Of a wait for something outside, which has a deadline: the others go on, or if none can, threads of other blocks. It
     // is no event: what is done only when all wait may be what others here wait for.
-    void pause(u32 spins) {
-        if (events_ == paused_) host::host_pause(spins);
+    void pause() {
+        pauses_ = events_ == paused_ ? pauses_ + 1 : 0;
+        if (pauses_ > 0) host::host_pause(pauses_);
         paused_ = events_;
         cluster_->busy_ns = host::now_ns();
         yield();
@@ -334,7 +335,7 @@ private:
     std::unique_ptr<u8[]> memory_;
     u8* shared_;
     u64 shared_bytes_, events_ = 0, paused_ = 0, order_ = host::here().random + 1;
-    u32 thread_ = 0;
+    u32 thread_ = 0, pauses_ = 0;  // since anything happened
 };
 
 inline Block& block() { return *Block::current(); }
@@ -343,7 +344,7 @@ struct Index { u32 x; };
 
 }  // namespace emulation
 
-inline void pause(u32 spins) { emulation::block().pause(spins); }
+inline void pause(u32) { emulation::block().pause(); }
 
 // The threads that act as one: a whole block, or of it the caller's warp or a single thread.
 class Agent {
