@@ -14,7 +14,9 @@ folder, *program = sys.argv[1:]
 rank, size = os.environ["PMI_RANK"], int(os.environ["PMI_SIZE"])
 child = subprocess.Popen([sys.executable, *program], close_fds=False)
 status = child.wait()
-Path(folder, f"status-{rank}").write_text(str(status))
+unseen = Path(folder, f"of-{rank}")  # until it is whole: when all are there the launcher ends all
+unseen.write_text(str(status))
+unseen.rename(Path(folder, f"status-{rank}"))
 deadline = time.monotonic() + 8
 while len(list(Path(folder).glob("status-*"))) < size and time.monotonic() < deadline:
     time.sleep(0.05)
