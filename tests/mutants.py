@@ -705,7 +705,7 @@ MUTANTS = {
         H + "engine/hopper.cuh", "(at_ ^ line_ % 8 * 16)", "at_", EMULATED_GATHER
     ),
     "gathered rows: terms behind the last": Mutant(
-        H + "engine/hopper.cuh", "rest < 0 ? 0 : rest < 16 ? u32(rest) : 16", "16", EMULATED_GATHER
+        H + "engine/hopper.cuh", "some < 0 ? 0 : some < 16 ? u32(some) : 16", "16", EMULATED_GATHER
     ),
     "gathered rows: rows of the tile before": Mutant(
         H + "engine/hopper.cuh",
@@ -715,34 +715,25 @@ MUTANTS = {
     ),
     "gathered rows: wait for a free stage": Mutant(
         H + "engine/hopper.cuh",
-        "                    ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);\n"
-        "                    if (leads && arrived) {",
-        "                    if (leads && arrived) {",
+        "                    ptx::wait(&shared.used[slot], turn.parity ^ 1);\n"
+        "                    if (asks && ptx::elect()) {",
+        "                    if (asks && ptx::elect()) {",
         EMULATED_GATHER,
     ),
     "gathered rows: wait for copies": Mutant(
         H + "engine/hopper.cuh",
-        "ptx::wait_copies<unsaid>();",
-        "ptx::wait_copies<stages>();",
+        "ptx::arrive_when_copied(loaded);",
+        "ptx::arrive(loaded);",
         EMULATED_GATHER,
     ),
     "gathered rows: fence behind copies": Mutant(
         H + "engine/hopper.cuh",
-        "            ptx::fence_shared_to_async();\n            __syncwarp();\n            if (w",
-        "            __syncwarp();\n            if (w",
-        EMULATED_GATHER,
-    ),
-    "gathered rows: word that a free stage waits for": Mutant(
-        H + "engine/hopper.cuh", "unsaid = stages - 2;", "unsaid = stages - 1;", EMULATED_GATHER
-    ),
-    "gathered rows: panels behind the last": Mutant(
-        H + "engine/hopper.cuh",
-        "        ptx::wait_copies<0>();\n        for (; under_way",
-        "        for (; under_way",
+        "        if (gathers) ptx::fence_shared_to_async();\n",
+        "",
         EMULATED_GATHER,
     ),
     "gathered rows: weights of the first expert": Mutant(
-        H + "engine/hopper.cuh", "x, y, i32(tile.source));", "x, y, 0);", EMULATED_GATHER
+        H + "engine/hopper.cuh", "x, y, i32(source));", "x, y, 0);", EMULATED_GATHER
     ),
     "rows of an expert: a box over the next one's": Mutant(
         H + "sink.cuh", "return to_->mapped && whole ?", "return to_->mapped ?", EMULATED_GATHER
@@ -1071,9 +1062,8 @@ MUTANTS = {
 for name, (file, old, new) in {
     "hopper: stage loaded too early": (
         "hopper.cuh",
-        "ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);\n"
-        "                    ptx::arrive_expect(",
-        "ptx::arrive_expect(",
+        "ptx::wait(&shared.used[slot], turn.parity ^ 1);\n                    if (ptx::elect()) {",
+        "if (ptx::elect()) {",
     ),
     "hopper: stage given back too early": (
         "hopper.cuh",

@@ -35,6 +35,16 @@ void load_shared(Value& to, u32 address) {
 // The 16 bytes that belong at a place lie elsewhere in its line of 128.
 inline u64 swizzled(u64 address) { return address ^ address / 128 % 8 * 16; }
 
+// --- a warp that acts as one
+
+inline u32 uniform(u32 value) { return __shfl_sync(~0u, value, 0); }
+template <class Object>
+Object* uniform(Object* object) {
+    const u64 address = u64(object);
+    return reinterpret_cast<Object*>(u64(uniform(u32(address >> 32))) << 32 | uniform(u32(address)));
+}
+inline bool elect() { return threadIdx.x % 32 == 0; }
+
 // --- barriers
 
 inline bool any_of_warps(u32 id, u32 threads, bool verdict) { return block().sync(id, threads, verdict); }
@@ -63,7 +73,7 @@ inline void copy_async(void* to, const void* from, u32 bytes) {
         std::memcpy(to, from, bytes);
     };
     if (host::chance(2)) copy();  // and once more
-    if (registers_move) block().own().copies.add([=] { block().own().unfenced.add(copy); });
+    if (registers_move) block().own().copies.add([=] { block().unfenced.add(copy); });
     else block().own().copies.add(copy);
 }
 inline void copy_async(void* to, const void* from) { copy_async(to, from, 16); }
@@ -87,8 +97,8 @@ inline void arrive_when_copied(u64* barrier) {
 inline void acquire_map(const TensorMap*) {}
 inline void fence_global_to_async() {}
 inline void fence_shared_to_async() {
-    block().own().unfenced.commit();
-    block().own().unfenced.complete(0);
+    block().unfenced.commit();
+    block().unfenced.complete(0);
 }
 
 inline void load_bulk(void* to, const void* from, u32 bytes, u64* barrier) {

@@ -129,8 +129,8 @@ struct Thread {
     jmp_buf place;  // where it goes on
     std::unique_ptr<char[]> stack;
     bool begun = false, done = false;
-    // Into shared memory, and what of it has no fence yet; of a warpgroup; out of shared memory, in two steps.
-    Groups copies, unfenced, products, reads, stores;
+    // Into shared memory; of a warpgroup; out of shared memory, in two steps.
+    Groups copies, products, reads, stores;
 };
 
 class Block;
@@ -269,6 +269,8 @@ public:
         meet(warp.meeting, 32, false);
         return shown;
     }
+
+    Groups unfenced;  // what has been copied to shared memory, as matrix instructions of warpgroups do not see it yet
 
     // Has something done at any time from now on; at times only when all wait.
     void later(Work work) { (random(4) ? under_way_ : late_).push_back(std::move(work)), ++events_; }

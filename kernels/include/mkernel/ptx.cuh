@@ -61,6 +61,27 @@ MK_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memo
 template <u32 left>
 MK_DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory"); }
 
+// --- a warp that acts as one: where compilers do not see that all its threads have the same value, or that one of them
+// acts for it, what takes operands from uniform registers becomes a loop over the threads
+
+MK_DEVICE u32 uniform(u32 value) { return __shfl_sync(~0u, value, 0); }
+template <class Object>
+MK_DEVICE Object* uniform(Object* object) {
+    const u64 address = reinterpret_cast<u64>(object);
+    return reinterpret_cast<Object*>(u64(uniform(u32(address >> 32))) << 32 | uniform(u32(address)));
+}
+
+// Whether this is the thread that acts for its warp, all of which calls it. From sm_90 on.
+MK_DEVICE bool elect() {
+    u32 elected = 0;
+    asm volatile(
+        "{\n.reg .pred elected;\n"
+        "elect.sync _|elected, 0xffffffff;\n"
+        "@elected mov.u32 %0, 1;\n}"
+        : "+r"(elected));
+    return elected;
+}
+
 // --- sm_80: barriers -------------------------------------------------------------------------------------------------
 
 // A barrier of some warps of a block, `threads` in all; `id` is 1 to 15.

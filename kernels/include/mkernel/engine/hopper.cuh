@@ -94,11 +94,12 @@ struct Panel {
     }
 };
 
-// The lines of a panel of A that are rows which lie apart: eight copiers have one, 16 bytes each.
+// The lines of a panel of A that are rows which lie apart: four copiers have one, 16 bytes of each half of it.
 template <class T, u32 extent>
 class Gathered {
 public:
-    MK_DEVICE Gathered() : line_(threadIdx.x % copiers / pieces), at_(threadIdx.x % pieces * 16) {}
+    MK_DEVICE Gathered()
+        : line_(threadIdx.x % copiers / sharers), at_(threadIdx.x % sharers * 16), swizzled_(at_ ^ line_ % 8 * 16) {}
 
     // From now on, those of a tile; lines beyond its rows are left as they are.
     MK_DEVICE void look_up(const ListedRows& rows, i64 count) {
@@ -111,27 +112,32 @@ public:
     MK_DEVICE void copy(u8* panel, i64 k, i64 left) const {
         const i64 offset = k * i64(sizeof(T)), rest = left * i64(sizeof(T)) - at_;
         if (left >= line_bytes / i64(sizeof(T)))  // of a known size, which takes fewer instructions
-            each_line(panel, [&](u32 to, const u8* from) { ptx::copy_async(to, from + offset); });
+            each_piece(panel, offset, [](u32 to, const u8* from, i64) { ptx::copy_async(to, from); });
         else
-            each_line(panel, [&](u32 to, const u8* from) {
-                ptx::copy_async(to, from + offset, rest < 0 ? 0 : rest < 16 ? u32(rest) : 16);
+            each_piece(panel, offset, [&](u32 to, const u8* from, i64 before) {
+                const i64 some = rest - before;
+                ptx::copy_async(to, from, some < 0 ? 0 : some < 16 ? u32(some) : 16);
             });
     }
 
 private:
-    static constexpr u32 pieces = line_bytes / 16, together = copiers / pieces, own = extent / together;
+    static constexpr u32 half = line_bytes / 2, sharers = half / 16, together = copiers / sharers, own = extent / together;
     static_assert(together % 8 == 0, "all lines of a copier are swizzled alike");
 
     template <class Copy>
-    MK_DEVICE void each_line(u8* panel, const Copy& copy) const {
+    MK_DEVICE void each_piece(u8* panel, i64 offset, const Copy& copy) const {
         // As tensor copies swizzle. Once for all lines: the next ones are at constants from there.
-        const u32 to = ptx::opaque(ptx::shared_address(panel) + line_ * line_bytes + (at_ ^ line_ % 8 * 16));
+        const u32 lines = ptx::shared_address(panel) + line_ * line_bytes;
+        const u32 to = ptx::opaque(lines + swizzled_), second = ptx::opaque(lines + (swizzled_ ^ half));
         MK_UNROLL
         for (u32 i = 0; i < own; ++i)
-            if (i < count_) copy(to + i * together * line_bytes, from_[i]);
+            if (i < count_) {
+                copy(to + i * together * line_bytes, from_[i] + offset, 0);
+                copy(second + i * together * line_bytes, from_[i] + offset + half, half);
+            }
     }
 
-    u32 line_, at_;
+    u32 line_, at_, swizzled_;
     u32 count_ = 0;  // of own lines
     const u8* from_[own];
 };
@@ -139,12 +145,12 @@ private:
 // How boxes of B come: of a matrix to all blocks of the cluster, of a stack from the one of the tile's source.
 MK_DEVICE const TensorMap& map_of(const Matrix& b) { return b.map; }
 MK_DEVICE const TensorMap& map_of(const MatrixStack& b) { return b.first.map; }
-MK_DEVICE void load_factor(const Matrix& b, const Tile&, void* to, u64* barrier, i32 x, i32 y) {
-    if (cluster == 1) ptx::load_box(to, &b.map, barrier, x, y);
-    else ptx::load_box_to((1 << cluster) - 1, to, &b.map, barrier, x, y);
+MK_DEVICE void load_factor(const Matrix&, const TensorMap* map, u32, void* to, u64* barrier, i32 x, i32 y) {
+    if (cluster == 1) ptx::load_box(to, map, barrier, x, y);
+    else ptx::load_box_to((1 << cluster) - 1, to, map, barrier, x, y);
 }
-MK_DEVICE void load_factor(const MatrixStack& b, const Tile& tile, void* to, u64* barrier, i32 x, i32 y) {
-    ptx::load_box(to, &b.first.map, barrier, x, y, i32(tile.source));
+MK_DEVICE void load_factor(const MatrixStack&, const TensorMap* map, u32 source, void* to, u64* barrier, i32 x, i32 y) {
+    ptx::load_box(to, map, barrier, x, y, i32(source));
 }
 
 // Two columns that belong together are half a tile apart.
@@ -193,9 +199,6 @@ public:
     static constexpr bool halves = Schedule::halving && columns % 128 == 0;  // narrow tiles take half the work
     static constexpr bool gathers = lies_apart<From>;
     static constexpr u32 sides = Sides<Factor>::count, side = columns / sides;
-    // Panels that a copier may be behind with its word when it waits for a stage: consumers free the oldest one when the
-    // panel after it has come too, so of all stages two have to be said.
-    static constexpr u32 unsaid = stages - 2;
     using A = Panel<T, rows, MK_A_BY_COLUMNS, 1>;
     using B = Panel<T, side, !MK_B_BY_COLUMNS, cluster>;
     static_assert(cluster == 1 || !gathers, "only tensor copies reach a neighbour");
@@ -234,7 +237,7 @@ public:
     template <class Visit>
     static MK_DEVICE void each_barrier(Shared& shared, Visit visit) {
         for (u32 i = 0; i < stages; ++i) {
-            visit(&shared.loaded[i], 1 + (gathers ? copiers / 32 : 0));  // their warps
+            visit(&shared.loaded[i], 1 + (gathers ? copiers : 0));
             visit(&shared.used[i], cluster * consumers * 4);  // each of their warps
         }
         for (u32 i = 0; i < consumers; ++i) {
@@ -282,63 +285,67 @@ public:
         else return false;
     }
 
-    static MK_DEVICE void load_b(Shared& shared, u32 slot, u32 rank, const Factor& b, const Tile& tile, i64 k) {
+    // Where a panel of B is, as all threads of a warp know it, one of which loads it.
+    struct Columns {
+        const TensorMap* map;
+        u32 source, column, wanted;  // columns
+
+        MK_DEVICE Columns(const Factor& b, const Tile& tile)
+            : map(ptx::uniform(&map_of(b))), source(ptx::uniform(u32(tile.source))),
+              column(ptx::uniform(u32(tile.columns.begin))),
+              wanted(halves ? ptx::uniform(width(tile)) : columns) {}
+    };
+    static MK_DEVICE void load_b(Shared& shared, u32 slot, u32 rank, const Factor& b, const Columns& from, u32 k) {
         MK_UNROLL
         for (u32 i = 0; i < sides; ++i)
             B::load(
-                shared.b[slot] + i * B::bytes, rank, tile.columns.begin + i * Sides<Factor>::apart(b), k,
-                [&](u8* to, i32 x, i32 y) { load_factor(b, tile, to, &shared.loaded[slot], x, y); },
-                width(tile) / sides);
+                shared.b[slot] + i * B::bytes, rank, from.column + i * Sides<Factor>::apart(b), k,
+                [&](u8* to, i32 x, i32 y) {
+                    load_factor(b, from.map, from.source, to, &shared.loaded[slot], x, y);
+                },
+                from.wanted / sides);
     }
-    static MK_DEVICE u32 bytes_of_b(const Tile& tile) { return sides * B::bytes_of(width(tile) / sides); }
+    static MK_DEVICE u32 bytes_of_b(const Columns& from) { return sides * B::bytes_of(from.wanted / sides); }
 
-    // All copiers call it. After a failure all goes on, with nothing in it. They write as threads do, for instructions that
-    // read as tensor copies do: the fence between is theirs, as consumers would wait for it at every panel.
+    // All copiers call it. After a failure all goes on, with nothing in it. Nobody waits for copies here: a barrier is told
+    // by each thread's when they are there.
     template <class Source, class Gate>
     static MK_DEVICE void gather(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
                                  const Factor& b, const Gate& gate) {
         const Agent warp = launch.agent().warp();
-        const bool leads = threadIdx.x == 0, asks = threadIdx.x < 32;
+        const bool asks = threadIdx.x < 32, leads = threadIdx.x == 0;
         bool arrived = launch.live();
         Gathered<T, rows> lines;
-        Turn<stages> turn, copied;
-        u32 under_way = 0;  // panels, from tile to tile
-        auto say_copied = [&] {
-            ptx::fence_shared_to_async();
-            __syncwarp();
-            if (warp.lane() == 0) ptx::arrive(&shared.loaded[copied.slot]);
-            copied.advance();
-        };
+        Turn<stages> turn;
         if (leads) ptx::acquire_map(&map_of(b));
         for (Tile tile : shared.schedule) {
+            const Columns from(b, tile);
             for (Range piece : Blocks(depth, gate_k)) {
                 arrived = ptx::any_of_warps(1, copiers, asks && arrived && gate(warp, tile, piece));
                 if (!arrived && leads) fail(shared);
                 if (arrived && piece.begin == 0) lines.look_up(source(tile), tile.rows.size());
 #pragma unroll 1
                 for (i64 at = piece.begin; at < piece.end; at += k) {
-                    u64* loaded = &shared.loaded[turn.slot];
-                    ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
-                    if (leads && arrived) {
-                        ptx::arrive_expect(loaded, bytes_of_b(tile));
-                        load_b(shared, turn.slot, 0, b, tile, at);
-                    } else if (leads) {
-                        ptx::arrive(loaded);
+                    const u32 slot = ptx::uniform(turn.slot), first = ptx::uniform(u32(at));
+                    u64* const loaded = &shared.loaded[slot];
+                    ptx::wait(&shared.used[slot], turn.parity ^ 1);
+                    if (asks && ptx::elect()) {
+                        ptx::arrive_expect(loaded, arrived ? bytes_of_b(from) : 0);
+                        if (arrived) load_b(shared, slot, 0, b, from, first);
                     }
-                    if (arrived) lines.copy(shared.a[turn.slot], at, depth - at);
-                    ptx::commit_copies();
-                    if (under_way == unsaid) {
-                        ptx::wait_copies<unsaid>();
-                        say_copied();
-                    } else {
-                        ++under_way;
-                    }
+                    if (arrived) lines.copy(shared.a[slot], at, depth - at);
+                    ptx::arrive_when_copied(loaded);
                     turn.advance();
                 }
             }
         }
-        ptx::wait_copies<0>();
-        for (; under_way > 0; --under_way) say_copied();
+    }
+
+    // Waits for a panel. Copiers write as threads do, for instructions that read as tensor copies do: the fence between is
+    // the reader's, as in a copier it would wait for all copies that are under way.
+    static MK_DEVICE void await_panel(Shared& shared, const Turn<stages>& turn) {
+        ptx::wait(&shared.loaded[turn.slot], turn.parity);
+        if (gathers) ptx::fence_shared_to_async();
     }
 
     template <class Source, class Gate>
@@ -350,26 +357,30 @@ public:
         const TensorMap* a_map = nullptr;
         bool arrived = launch.live();
         Turn<stages> turn;
+        if (leads) ptx::acquire_map(&map_of(b));
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
-            const Rows from = source(tile);
-            const TensorMap* map = &from.matrix.map;
-            if (leads && !a_map) ptx::acquire_map(&map_of(b));
+            const Rows rows_of_a = source(tile);
+            const TensorMap* map = ptx::uniform(&rows_of_a.matrix.map);
             if (leads && map != a_map) ptx::acquire_map(map);
             a_map = map;
+            const u32 first_row = ptx::uniform(u32(rows_of_a.first));
+            const Columns from(b, tile);
             for (Range piece : Blocks(depth, gate_k)) {
                 arrived = arrived && (tile.rows.size() <= 0 || gate(warp, tile, piece));
-                if (!leads) continue;
                 if (arrived) ptx::fence_global_to_async();
-                else fail(shared);  // all goes on, as the neighbour needs its B
+                else if (leads) fail(shared);  // all goes on, as the neighbour needs its B
 #pragma unroll 1
                 for (i64 at = piece.begin; at < piece.end; at += k) {
-                    u64* loaded = &shared.loaded[turn.slot];
-                    ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
-                    ptx::arrive_expect(loaded, A::bytes + bytes_of_b(tile));
-                    A::load(shared.a[turn.slot], 0, from.first, at,
-                            [&](u8* to, i32 x, i32 y) { ptx::load_box(to, a_map, loaded, x, y); });
-                    load_b(shared, turn.slot, rank, b, tile, at);
+                    const u32 slot = ptx::uniform(turn.slot), first = ptx::uniform(u32(at));
+                    u64* const loaded = &shared.loaded[slot];
+                    ptx::wait(&shared.used[slot], turn.parity ^ 1);
+                    if (ptx::elect()) {
+                        ptx::arrive_expect(loaded, A::bytes + bytes_of_b(from));
+                        A::load(shared.a[slot], 0, first_row, first,
+                                [&](u8* to, i32 x, i32 y) { ptx::load_box(to, map, loaded, x, y); });
+                        load_b(shared, slot, rank, b, from, first);
+                    }
                     turn.advance();
                 }
             }
@@ -557,7 +568,7 @@ public:
         u32 previous = 0;
 #pragma unroll 1
         for (u32 panel = 0; panel < panels; ++panel) {
-            ptx::wait(&shared.loaded[turn.slot], turn.parity);
+            await_panel(shared, turn);
             ptx::multiply_fence();
             MK_UNROLL
             for (u32 step = 0; step < steps; ++step)
