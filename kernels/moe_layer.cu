@@ -76,7 +76,7 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
         TokenLanding landing(launch, plan.routing, plan.landing, plan.expert_offsets);
         FinishedParts hidden(launch, plan);
         auto tiles = [&](i64 columns, i64 tile_columns, bool pairs = false) {
-            return ExpertTiles(plan.expert_offsets, plan.experts, columns, {plan.tile.rows, tile_columns, plan.tile.k},
+            return ExpertTiles(plan.expert_offsets, plan.experts, columns, {plan.tile.rows, tile_columns, plan.tile.k, plan.tile.row_step},
                                launch.member(), launch.members(), pairs);
         };
         auto store = [&](const Matrix& to) { return Store<Type>(to, plan.capacity, plan.expert_offsets); };

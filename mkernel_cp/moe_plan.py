@@ -267,6 +267,8 @@ class MoeDispatchGemmPlan(NodesPlan):
     target, engine : str
     tile : tuple of int
         (rows, columns, k) of what is computed at a time.
+    row_step : int
+        Of how many rows a tile has a multiple, if it may have fewer; or 0.
     chunk_bytes : int
         How much a mover was to bring at a time.
     split : tuple of int
@@ -298,6 +300,7 @@ class MoeDispatchGemmPlan(NodesPlan):
     target: str
     engine: str
     tile: tuple[int, int, int]
+    row_step: int
     chunk_bytes: int
     split: tuple[int, int]
     shared_bytes: int
@@ -755,6 +758,8 @@ class MoeLayerPlan(NodesPlan):
     target, engine : str
     tile : tuple of int
         (rows, columns, k) of what is computed at a time.
+    row_step : int
+        Of how many rows a tile has a multiple, if it may have fewer; or 0.
     part : tuple of int
         (rows, columns) of what is between the products that are stored together.
     chunk_bytes : int
@@ -788,6 +793,7 @@ class MoeLayerPlan(NodesPlan):
     target: str
     engine: str
     tile: tuple[int, int, int]
+    row_step: int
     part: tuple[int, int]
     chunk_bytes: int
     split: tuple[int, ...]
@@ -892,6 +898,7 @@ def plan_moe_layer(
         target=_target(chosen),
         engine=chosen.engine,
         tile=chosen.tile,
+        row_step=chosen.row_step,
         part=(rows, columns // 2 if pairs_columns(layer, chosen) else columns),
         chunk_bytes=layer.chunk_bytes or _CHUNK_BYTES,
         split=expert_split(chosen, layer, tiles, options, capacity),
@@ -928,6 +935,7 @@ def plan_moe_dispatch_gemm(
         target=_target(chosen),
         engine=chosen.engine,
         tile=chosen.tile,
+        row_step=chosen.row_step,
         chunk_bytes=dispatch.chunk_bytes or _CHUNK_BYTES,
         split=expert_split(chosen, dispatch, tiles, options, capacity, adds=False),
         shared_bytes=shared_bytes(dispatch, chosen, dispatch.out_dtype),

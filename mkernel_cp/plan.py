@@ -216,6 +216,7 @@ class HostTile:
     engine: ClassVar[str] = "host"
     cluster: ClassVar[int] = 1
     moves: ClassVar[bool] = False
+    row_step: ClassVar[int] = 0
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return what gemm() carves up."""
@@ -265,6 +266,7 @@ class PortableTile:
     engine: ClassVar[str] = "portable"
     cluster: ClassVar[int] = 1
     moves: ClassVar[bool] = False
+    row_step: ClassVar[int] = 0
 
     def shared_bytes(self, dtype: np.dtype, out_dtype: np.dtype) -> int:
         """Return the shared memory of a thread block: panels, and strips of the result."""
@@ -348,6 +350,8 @@ class HopperTile:
         Shared memory for what a block brings from peers meanwhile.
     movers : int
         Blocks that do nothing else; without any, a warp of each block does.
+    row_step : int
+        If a tile may have fewer rows: of how many it has a multiple. Or 0.
     """
 
     tile: tuple[int, int, int]
@@ -356,6 +360,7 @@ class HopperTile:
     strips: int
     courier_bytes: int
     movers: int
+    row_step: int = 0
 
     engine: ClassVar[str] = "hopper"
     moves: ClassVar[bool] = True  # a warp of each block does, if nothing else
@@ -363,11 +368,13 @@ class HopperTile:
     @property
     def halves(self) -> bool:
         """Whether a tile of half as many columns takes half the time."""
-        return self.cluster == 1 and self.tile[1] % 128 == 0
+        return self.cluster == 1 and self.tile[1] % 128 == 0 and not self.row_step
 
     @property
     def part(self) -> tuple[int, int]:
         """Rows and columns of a finished tile that are delivered together: half a block's."""
+        if self.row_step:
+            return self.tile[0], self.tile[1] // 2
         return self.tile[0] // self.cluster // 2, self.tile[1]
 
     def piece_columns(self, dtype: np.dtype) -> int:
@@ -389,6 +396,7 @@ class HopperTile:
             "MK_CLUSTER": self.cluster,
             "MK_STAGES": self.stages,
             "MK_STRIPS": self.strips,
+            **({"MK_FLEXIBLE": 1} if self.row_step else {}),
         }
 
     def boxes(
@@ -400,12 +408,14 @@ class HopperTile:
         """
         rows, columns, _ = self.tile
         run = 128 // dtype.itemsize
-        a_lines = run if a_by_columns else rows // self.cluster
+        a_lines = run if a_by_columns else _ROW_BOX if self.row_step else rows // self.cluster
         b_lines = columns // self.cluster // sides if b_by_columns else run
         return (run, a_lines), (run, b_lines)
 
 
 _HOPPER_GATE = 512
+# Where a tile may have fewer rows, it multiplies and loads so many at a time.
+_ROW_STEP, _ROW_BOX = 16, 32
 # Rows and columns of a tile, blocks that share it, and how fast it is, as a part of the fastest.
 _HOPPER_TILES = (
     (128, 256, 1, 1.0),
@@ -415,6 +425,11 @@ _HOPPER_TILES = (
     (128, 64, 1, 0.6),
 )
 _HALF_TILE = 0.55  # of the time of a whole one
+# Of groups of rows: rows and columns of a tile, how many it has a multiple of, and how fast it is.
+# Tiles of as many rows each are best for large groups. In small ones many are cut short; agents
+# drift apart then, and no longer read at the same time what they share of the weights.
+_GROUP_TILES = ((128, 256, 0, 1.0), (128, 256, _ROW_STEP, 1.0), (128, 128, _ROW_STEP, 0.8))
+_LARGE_GROUP = 896
 HOPPER_TILES = tuple((*shape[:2], _HOPPER_GATE) for shape in _HOPPER_TILES)
 # What the start and the end of a tile take as long as, of k, by the blocks that share it.
 _HOPPER_TILE_K = {1: 350, 2: 500}
@@ -493,14 +508,16 @@ def hopper_tile(
 def hopper_group_tiles(gpu: Gpu, movers: int, *, pairs: bool = False) -> list[HopperTile]:
     """Return the tiles of engine/hopper.cuh for groups of rows, which a block multiplies alone.
 
-    `pairs`: each column has a partner half a tile further, and both halves are whole pieces.
+    `pairs`: each column has a partner half a tile further.
     """
-    tiles = (
-        _hopper_tile(rows, columns, _HOPPER_GATE, 1, movers, gpu.shared_bytes, listed=True)
-        for rows, columns, cluster, _ in _HOPPER_TILES
-        if cluster == 1
-    )
-    return [tile for tile in tiles if tile.halves or not pairs]
+    return [
+        replace(
+            _hopper_tile(rows, columns, _HOPPER_GATE, 1, movers, gpu.shared_bytes, listed=True),
+            row_step=step,
+        )
+        for rows, columns, step, _ in _GROUP_TILES
+        if columns == 256 or not pairs
+    ]
 
 
 def hopper_group_tile(
@@ -536,18 +553,25 @@ def hopper_group_tile(
     seconds = operations / (processors * _PROCESSOR_RATE) or math.inf
     needed = max(_LEAST_MOVERS, math.ceil(incoming / (_IN_TIME * seconds) / _MOVER_RATE))
     movers = max(1, min(processors // 8, needed))
-    rates = {(height, width): rate for height, width, _, rate in _HOPPER_TILES}
+    rates = {(height, width): rate for height, width, _, rate in _GROUP_TILES}
 
     def cost(candidate: HopperTile) -> float:
-        height, width, _ = candidate.tile
-        blocks = groups * math.ceil(rows / height)
+        most, width, _ = candidate.tile
+        blocks = groups * math.ceil(rows / most)
+        height = most
+        if candidate.row_step and blocks:
+            height = round_up(math.ceil(groups * rows / blocks), candidate.row_step)
         agents = max(1, processors - movers)
         waves = (math.ceil(blocks * math.ceil(columns / width) / agents) for columns, _ in products)
         each = (k + _HOPPER_TILE_K[1] for _, k in products)
         time = sum(count * depth for count, depth in zip(waves, each, strict=True))
-        return time * height * width / rates[height, width]
+        return time * height * width / rates[most, width]
 
-    candidates = hopper_group_tiles(gpu, movers, pairs=pairs)
+    candidates = [
+        candidate
+        for candidate in hopper_group_tiles(gpu, movers, pairs=pairs)
+        if (candidate.row_step == 0) == (rows >= _LARGE_GROUP)
+    ]
     if options.tile is None:
         return min(candidates, key=cost)
     *shape, gate = options.tile

@@ -678,7 +678,7 @@ MUTANTS = {
         LAYER,
     ),
     "layer: parts of two experts with one signal": Mutant(
-        H + "activation.cuh", "/ plan_.part_rows + i64(expert);", "/ plan_.part_rows;", LAYER
+        H + "activation.cuh", "/ plan_.part_rows + i64(expert),", "/ plan_.part_rows,", LAYER
     ),
     "layer: gate and other half": Mutant(
         H + "activation.cuh", "? silu(gate) * sum", "? silu(sum) * gate", LAYER
@@ -716,8 +716,10 @@ MUTANTS = {
     "gathered rows: wait for a free stage": Mutant(
         H + "engine/hopper.cuh",
         "                    ptx::wait(&shared.used[slot], turn.parity ^ 1);\n"
-        "                    if (asks && ptx::elect()) {",
-        "                    if (asks && ptx::elect()) {",
+        "                    if (ptx::elect()) {\n"
+        "                        ptx::arrive_expect(loaded, arrived",
+        "                    if (ptx::elect()) {\n"
+        "                        ptx::arrive_expect(loaded, arrived",
         EMULATED_GATHER,
     ),
     "gathered rows: wait for copies": Mutant(
@@ -731,6 +733,30 @@ MUTANTS = {
         "        if (gathers) ptx::fence_shared_to_async();\n",
         "",
         EMULATED_GATHER,
+    ),
+    "gathered rows: fewer than the tile has": Mutant(
+        H + "engine/hopper.cuh",
+        "if (height > some)",
+        "if (height > some + row_step)",
+        EMULATED_GATHER,
+    ),
+    "gathered rows: strips of a column further": Mutant(
+        H + "engine/hopper.cuh",
+        "(column / 8 + lane / 8 % 2) ^ lane % 8",
+        "(column / 8 + lane / 16) ^ lane % 8",
+        EMULATED_GATHER,
+    ),
+    "gathered rows: boxes behind the last": Mutant(
+        H + "engine/hopper.cuh",
+        "if (i - which * part >= wanted) break;",
+        "if (i - which * part + box >= wanted && i > which * part) break;",
+        EMULATED_GATHER,
+    ),
+    "layer: parts of tiles of one height": Mutant(
+        H + "activation.cuh",
+        "(height < plan_.part_rows ? height : plan_.part_rows)",
+        "plan_.part_rows",
+        ("test_emulated_experts.py::test_tiles_of_an_expert_are_finished_one_by_one",),
     ),
     "gathered rows: weights of the first expert": Mutant(
         H + "engine/hopper.cuh", "x, y, i32(source));", "x, y, 0);", EMULATED_GATHER
@@ -1062,8 +1088,9 @@ MUTANTS = {
 for name, (file, old, new) in {
     "hopper: stage loaded too early": (
         "hopper.cuh",
-        "ptx::wait(&shared.used[slot], turn.parity ^ 1);\n                    if (ptx::elect()) {",
-        "if (ptx::elect()) {",
+        "ptx::wait(&shared.used[slot], turn.parity ^ 1);\n                    if (ptx::elect()) {\n"
+        "                        ptx::arrive_expect(loaded, A::",
+        "if (ptx::elect()) {\n                        ptx::arrive_expect(loaded, A::",
     ),
     "hopper: stage given back too early": (
         "hopper.cuh",

@@ -26,7 +26,7 @@ def compiled(kernels, tmp_path_factory):
         emulated.kernels(tmp_path_factory.mktemp("emulated") / "kernels"),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(plans, "_HOPPER_TILES", ((128, 128, 1, 1.0),))
+        patch.setattr(plans, "_GROUP_TILES", (*plans._GROUP_TILES[:2], (128, 128, 16, 2.0)))
         yield
 
 
@@ -36,9 +36,9 @@ def gpus(on):
     on("portable", progress_timeout=0)
 
 
-def case(name, tokens, h, n, experts, slots, routing, activation=None, columns=0):
+def case(name, tokens, h, n, experts, slots, routing, activation=None, columns=0, out_dtype=None):
     """Of one type: kernels take long to compile."""
-    more = routing, None, activation, columns
+    more = routing, out_dtype, activation, columns
     return ExpertCase(name, tokens, h, n, experts, slots, "float16", *more)
 
 
@@ -67,17 +67,21 @@ def test_combine_equals_reference(case):
     combine.test_equals_reference(case)
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["flexible", "whole"])
 @pytest.mark.parametrize(
     ("case", "order"),
     [
         (case("tiles", (70, 30), 136, 136, 3, 2, "zipf"), "C"),
         (case("one expert", (1, 130, 0), 456, 8, 4, 1, "one expert"), "C"),
         (case("transposed", (50, 25), 72, 136, 2, 2, "uniform"), "F"),
+        (case("heights", (190, 120), 16, 72, 3, 1, "zipf", out_dtype="float32"), "C"),
     ],
     ids=str,
 )
-def test_rows_are_gathered(on, case, order):
+def test_rows_are_gathered(on, monkeypatch, case, order, large):
     """Tokens come through the copy engine; rows of a tile that are no expert's are left alone."""
+    if large:
+        monkeypatch.setattr(plans, "_LARGE_GROUP", 0)
 
     def program(comm):
         rank, w = comm.rank, weights_of(case, comm.rank)
@@ -88,12 +92,14 @@ def test_rows_are_gathered(on, case, order):
             comm=comm,
             num_experts=case.experts,
             max_tokens=max(case.tokens),
+            dtype=case.out_dtype,
         ) as step:
             assert step.plan.engine == "hopper"
+            assert (step.plan.row_step == 0) == large
             for seed in (1, 2):
                 x = np.full((case.tokens[rank], case.h + 1), np.nan, case.dtype)[:, 1:]
                 x[...] = tokens_of(case, seed)[rank]
-                out = np.full((step.plan.capacity, case.n), 7, case.dtype)
+                out = np.full((step.plan.capacity, case.n), 7, case.out_dtype or case.dtype)
                 worlds.poison(comm)
                 rows, layout = step(x, ids_of(case, seed)[rank], w, out=(out, None))
                 dispatch.assert_right(comm, case, seed, rows, layout)
@@ -103,10 +109,17 @@ def test_rows_are_gathered(on, case, order):
     worlds.run(case.world, program)
 
 
-@pytest.mark.parametrize("engine", emulated.ENGINES)
-def test_layer_equals_reference(on, engine):
-    on(engine, progress_timeout=0)
+@pytest.mark.parametrize("engine", [*emulated.ENGINES, "whole"])
+def test_layer_equals_reference(on, monkeypatch, engine):
+    if engine == "whole":
+        monkeypatch.setattr(plans, "_LARGE_GROUP", 0)
+    on("hopper" if engine == "whole" else engine, progress_timeout=0)
     layer.test_equals_reference(case("tails", (50, 33), 104, 72, 5, 3, "zipf", "swiglu", 80))
+
+
+def test_tiles_of_an_expert_are_finished_one_by_one(on):
+    on("hopper", progress_timeout=0)
+    layer.test_equals_reference(case("heights", (150, 120), 16, 72, 2, 1, "zipf", "silu", 24))
 
 
 def test_between_nodes_through_host_memory(on, monkeypatch):

@@ -356,7 +356,7 @@ class MoeDispatchGemm(Operator):
             experts=plan.experts,
             h=agreed.h,
             n=agreed.n,
-            tile=structures.TileShape(*plan.tile),
+            tile=structures.TileShape(*plan.tile, plan.row_step),
             whole=self._constant("whole", np.array([0, plan.capacity], np.int64)),
             routing=routing,
             landing=landing,

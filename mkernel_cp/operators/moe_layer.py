@@ -367,7 +367,7 @@ class MoeLayer(Operator):
             h=asked.h,
             inner=asked.inner,
             n=asked.n,
-            tile=structures.TileShape(*plan.tile),
+            tile=structures.TileShape(*plan.tile, plan.row_step),
             part_rows=plan.part[0],
             part_columns=plan.part[1],
             capacity=plan.capacity,

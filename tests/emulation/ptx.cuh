@@ -229,6 +229,15 @@ inline void store_matrices(u32 shared_row, u32 a, u32 b, u32 c, u32 d) {
     const auto lines = block().show(&shared_row, sizeof shared_row);
     for (u32 i = 0; i < 4; ++i) std::memcpy(at(u32(lines[8 * i + lane / 4][0]) + lane % 4 * 4), &words[i], 4);
 }
+inline void store_matrices_turned(u32 shared_row, u32 a, u32 b, u32 c, u32 d) {
+    const u32 lane = block().thread() % 32, words[4] = {a, b, c, d};
+    const auto lines = block().show(&shared_row, sizeof shared_row);
+    for (u32 i = 0; i < 4; ++i)
+        for (u32 half = 0; half < 2; ++half) {
+            const u16 bits = u16(words[i] >> 16 * half);
+            std::memcpy(at(u32(lines[8 * i + lane % 4 * 2 + half][0]) + lane / 4 * 2), &bits, 2);
+        }
+}
 
 template <class T>
 u32 pack(float first, float second) { return u32(narrow<T>(first).bits) | u32(narrow<T>(second).bits) << 16; }

@@ -69,9 +69,10 @@ private:
 
     // No parts of two experts have one number: each expert starts one further than the rows before it say.
     MK_DEVICE u64 index(u64 expert, i64 row, i64 column) const {
-        const i64 before = plan_.expert_offsets[expert] / plan_.part_rows + i64(expert);
+        const i64 first = plan_.expert_offsets[expert], rows = plan_.expert_offsets[expert + 1] - first;
+        const i64 before = first / plan_.part_rows + i64(expert), height = tile_height(u32(rows), plan_.tile);
         const i64 across = ceil_div(plan_.inner, plan_.part_columns);
-        return u64((before + row / plan_.part_rows) * across + column / plan_.part_columns);
+        return u64((before + row / (height < plan_.part_rows ? height : plan_.part_rows)) * across + column / plan_.part_columns);
     }
 
     Launch& launch_;

@@ -492,6 +492,13 @@ private:
     } known_ = {~u64(0), 0};
 };
 
+// Rows of the tiles of an expert: as few tiles as may be, of equal height where that may be less, but for the last one.
+MK_DEVICE u32 tile_height(u32 rows, const TileShape& tile) {
+    const u32 most = u32(tile.rows), step = u32(tile.row_step), blocks = (rows + most - 1) / most;
+    if (step == 0 || blocks == 0) return most;
+    return ((rows + blocks - 1) / blocks + step - 1) / step * step;
+}
+
 // The tiles of one agent out of `agents`: expert by expert, so that the weights of each are read once; within it a group
 // of row blocks, whose rows arrive together, with all columns before the next. Tile::source is the expert. Where products
 // come in pairs, `columns` apart, the two tiles of a pair follow each other.
@@ -516,7 +523,7 @@ public:
             const u32 height = blocks - first < group ? blocks - first : group;
             const Range columns = block(rest / height, tiles_.tile_.columns, tiles_.columns_);
             const i64 shift = second_ ? tiles_.columns_ : 0;
-            return {expert_, block(first + rest % height, tiles_.tile_.rows, tiles_.rows(expert_)),
+            return {expert_, block(first + rest % height, height_, tiles_.rows(expert_)),
                     {columns.begin + shift, columns.end + shift}};
         }
         MK_DEVICE Iterator& operator++() {
@@ -532,12 +539,15 @@ public:
         MK_DEVICE void settle() {
             for (; expert_ < tiles_.experts_; ++expert_) {
                 const u32 count = tiles_.blocks(expert_) * tiles_.across();
-                if (index_ < count) return;
+                if (index_ < count) {
+                    height_ = tile_height(u32(tiles_.rows(expert_)), tiles_.tile_);
+                    return;
+                }
                 index_ -= count;
             }
         }
         const ExpertTiles& tiles_;
-        u32 expert_, index_;
+        u32 expert_, index_, height_ = 0;
         bool second_ = false;  // of a pair
     };
     MK_DEVICE Iterator begin() const { return {*this, 0, agent_}; }

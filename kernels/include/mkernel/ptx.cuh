@@ -403,6 +403,13 @@ MK_DEVICE void store_matrices(u32 shared_row, u32 a, u32 b, u32 c, u32 d) {
                  : "memory");
 }
 
+// The same of the transposed matrices.
+MK_DEVICE void store_matrices_turned(u32 shared_row, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_row), "r"(a),
+                 "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
 // --- warpgroup matrix instructions
 
 MK_DEVICE void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -431,35 +438,42 @@ MK_DEVICE u64 further(u64 descriptor, u32 bytes) {
     return descriptor >> 32 << 32 | (u32(descriptor) + bytes / 16);  // 32 bits: no carry
 }
 
-// The accumulators are the first operands of an instruction.
-#define MK_ACCUMULATORS_32                                                                                      \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
-    "%23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define MK_ACCUMULATORS_64                                                                                      \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
-    "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
-    "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MK_ACCUMULATORS_96                                                                                      \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
-    "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
-    "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, " \
-    "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
-    "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define MK_ACCUMULATORS_128                                                                                     \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
-    "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
-    "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, " \
-    "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
-    "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "      \
-    "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "    \
-    "%122, %123, %124, %125, %126, %127"
-#define MK_IN_OUT_8(d, i)                                                                                   \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-        "+f"(d[i + 7])
-#define MK_IN_OUT_32(d, i) MK_IN_OUT_8(d, i), MK_IN_OUT_8(d, i + 8), MK_IN_OUT_8(d, i + 16), MK_IN_OUT_8(d, i + 24)
-#define MK_IN_OUT_64(d) MK_IN_OUT_32(d, 0), MK_IN_OUT_32(d, 32)
-#define MK_IN_OUT_96(d) MK_IN_OUT_64(d), MK_IN_OUT_32(d, 64)
-#define MK_IN_OUT_128(d) MK_IN_OUT_96(d), MK_IN_OUT_32(d, 96)
+// The accumulators are the first operands of an instruction: 8 more of them each time.
+#define MK_ACCUMULATORS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define MK_ACCUMULATORS_16 MK_ACCUMULATORS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define MK_ACCUMULATORS_24 MK_ACCUMULATORS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define MK_ACCUMULATORS_32 MK_ACCUMULATORS_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define MK_ACCUMULATORS_40 MK_ACCUMULATORS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define MK_ACCUMULATORS_48 MK_ACCUMULATORS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define MK_ACCUMULATORS_56 MK_ACCUMULATORS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define MK_ACCUMULATORS_64 MK_ACCUMULATORS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define MK_ACCUMULATORS_72 MK_ACCUMULATORS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define MK_ACCUMULATORS_80 MK_ACCUMULATORS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define MK_ACCUMULATORS_88 MK_ACCUMULATORS_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define MK_ACCUMULATORS_96 MK_ACCUMULATORS_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define MK_ACCUMULATORS_104 MK_ACCUMULATORS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define MK_ACCUMULATORS_112 MK_ACCUMULATORS_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define MK_ACCUMULATORS_120 MK_ACCUMULATORS_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define MK_ACCUMULATORS_128 MK_ACCUMULATORS_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define MK_IN_OUT_EIGHT(i)                                                                                           \
+    "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]),     \
+        "+f"(sums[i + 6]), "+f"(sums[i + 7])
+#define MK_IN_OUT_8 MK_IN_OUT_EIGHT(0)
+#define MK_IN_OUT_16 MK_IN_OUT_8, MK_IN_OUT_EIGHT(8)
+#define MK_IN_OUT_24 MK_IN_OUT_16, MK_IN_OUT_EIGHT(16)
+#define MK_IN_OUT_32 MK_IN_OUT_24, MK_IN_OUT_EIGHT(24)
+#define MK_IN_OUT_40 MK_IN_OUT_32, MK_IN_OUT_EIGHT(32)
+#define MK_IN_OUT_48 MK_IN_OUT_40, MK_IN_OUT_EIGHT(40)
+#define MK_IN_OUT_56 MK_IN_OUT_48, MK_IN_OUT_EIGHT(48)
+#define MK_IN_OUT_64 MK_IN_OUT_56, MK_IN_OUT_EIGHT(56)
+#define MK_IN_OUT_72 MK_IN_OUT_64, MK_IN_OUT_EIGHT(64)
+#define MK_IN_OUT_80 MK_IN_OUT_72, MK_IN_OUT_EIGHT(72)
+#define MK_IN_OUT_88 MK_IN_OUT_80, MK_IN_OUT_EIGHT(80)
+#define MK_IN_OUT_96 MK_IN_OUT_88, MK_IN_OUT_EIGHT(88)
+#define MK_IN_OUT_104 MK_IN_OUT_96, MK_IN_OUT_EIGHT(96)
+#define MK_IN_OUT_112 MK_IN_OUT_104, MK_IN_OUT_EIGHT(104)
+#define MK_IN_OUT_120 MK_IN_OUT_112, MK_IN_OUT_EIGHT(112)
+#define MK_IN_OUT_128 MK_IN_OUT_120, MK_IN_OUT_EIGHT(120)
 
 // A, B, ...: the numbers of the operands behind the accumulators. ORDERS: how those are named that say `across`.
 #define MK_MULTIPLY(COLUMNS, TERMS, ORDERS, ACCUMULATORS, IN_OUT, A, B, ADD, A_ACROSS, B_ACROSS)                      \
@@ -471,14 +485,26 @@ MK_DEVICE u64 further(u64 descriptor, u32 bytes) {
 #define MK_EITHER_ORDER(A_ACROSS, B_ACROSS) ", %" #A_ACROSS ", %" #B_ACROSS
 #define MK_ALONG_K(A_ACROSS, B_ACROSS)
 #define MK_MULTIPLY_COLUMNS(TERMS, ORDERS)                                                                            \
-    if constexpr (columns == 64)                                                                                      \
-        MK_MULTIPLY(64, TERMS, ORDERS, MK_ACCUMULATORS_32, MK_IN_OUT_32(sums, 0), 32, 33, 34, 35, 36);                \
+    if constexpr (columns == 16)                                                                                      \
+        MK_MULTIPLY(16, TERMS, ORDERS, MK_ACCUMULATORS_8, MK_IN_OUT_8, 8, 9, 10, 11, 12);                             \
+    else if constexpr (columns == 32)                                                                                 \
+        MK_MULTIPLY(32, TERMS, ORDERS, MK_ACCUMULATORS_16, MK_IN_OUT_16, 16, 17, 18, 19, 20);                         \
+    else if constexpr (columns == 48)                                                                                 \
+        MK_MULTIPLY(48, TERMS, ORDERS, MK_ACCUMULATORS_24, MK_IN_OUT_24, 24, 25, 26, 27, 28);                         \
+    else if constexpr (columns == 64)                                                                                 \
+        MK_MULTIPLY(64, TERMS, ORDERS, MK_ACCUMULATORS_32, MK_IN_OUT_32, 32, 33, 34, 35, 36);                         \
+    else if constexpr (columns == 80)                                                                                 \
+        MK_MULTIPLY(80, TERMS, ORDERS, MK_ACCUMULATORS_40, MK_IN_OUT_40, 40, 41, 42, 43, 44);                         \
+    else if constexpr (columns == 96)                                                                                 \
+        MK_MULTIPLY(96, TERMS, ORDERS, MK_ACCUMULATORS_48, MK_IN_OUT_48, 48, 49, 50, 51, 52);                         \
+    else if constexpr (columns == 112)                                                                                \
+        MK_MULTIPLY(112, TERMS, ORDERS, MK_ACCUMULATORS_56, MK_IN_OUT_56, 56, 57, 58, 59, 60);                        \
     else if constexpr (columns == 128)                                                                                \
-        MK_MULTIPLY(128, TERMS, ORDERS, MK_ACCUMULATORS_64, MK_IN_OUT_64(sums), 64, 65, 66, 67, 68);                  \
+        MK_MULTIPLY(128, TERMS, ORDERS, MK_ACCUMULATORS_64, MK_IN_OUT_64, 64, 65, 66, 67, 68);                        \
     else if constexpr (columns == 192)                                                                                \
-        MK_MULTIPLY(192, TERMS, ORDERS, MK_ACCUMULATORS_96, MK_IN_OUT_96(sums), 96, 97, 98, 99, 100);                 \
+        MK_MULTIPLY(192, TERMS, ORDERS, MK_ACCUMULATORS_96, MK_IN_OUT_96, 96, 97, 98, 99, 100);                       \
     else                                                                                                              \
-        MK_MULTIPLY(256, TERMS, ORDERS, MK_ACCUMULATORS_128, MK_IN_OUT_128(sums), 128, 129, 130, 131, 132)
+        MK_MULTIPLY(256, TERMS, ORDERS, MK_ACCUMULATORS_128, MK_IN_OUT_128, 128, 129, 130, 131, 132)
 
 template <class T> constexpr bool is_bfloat16 = false;
 template <> constexpr bool is_bfloat16<bfloat16> = true;
@@ -488,7 +514,7 @@ template <> constexpr bool is_tfloat32<tfloat32> = true;
 // 64 x `columns` sums = or (add) += a 64 x 32-byte by a 32-byte x `columns` operand; `across`: lines run across k.
 template <class T, u32 columns, bool a_across, bool b_across>
 MK_DEVICE void multiply(float (&sums)[columns / 2], u64 a, u64 b, bool add) {
-    static_assert(columns % 64 == 0 && columns <= 256, "one of the instructions written out here");
+    static_assert(columns % 64 == 0 || (columns % 16 == 0 && columns < 128), "one of the instructions written out here");
     static_assert(!is_tfloat32<T> || !(a_across || b_across), "32 bits only along k");
     if constexpr (is_bfloat16<T>) { MK_MULTIPLY_COLUMNS("k16.f32.bf16.bf16", MK_EITHER_ORDER); }
     else if constexpr (is_tfloat32<T>) { MK_MULTIPLY_COLUMNS("k8.f32.tf32.tf32", MK_ALONG_K); }
@@ -505,11 +531,11 @@ MK_DEVICE void multiply(float (&sums)[columns / 2], u64 a, u64 b, bool add) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(u32(add)), "n"(int(b_across)))
 #define MK_MULTIPLY_HELD_COLUMNS(TYPE)                                                                                \
     if constexpr (columns == 64)                                                                                      \
-        MK_MULTIPLY_HELD(64, TYPE, MK_ACCUMULATORS_32, MK_IN_OUT_32(sums, 0), 32, 33, 34, 35, 36, 37, 38);            \
+        MK_MULTIPLY_HELD(64, TYPE, MK_ACCUMULATORS_32, MK_IN_OUT_32, 32, 33, 34, 35, 36, 37, 38);            \
     else if constexpr (columns == 128)                                                                                \
-        MK_MULTIPLY_HELD(128, TYPE, MK_ACCUMULATORS_64, MK_IN_OUT_64(sums), 64, 65, 66, 67, 68, 69, 70);              \
+        MK_MULTIPLY_HELD(128, TYPE, MK_ACCUMULATORS_64, MK_IN_OUT_64, 64, 65, 66, 67, 68, 69, 70);              \
     else                                                                                                              \
-        MK_MULTIPLY_HELD(256, TYPE, MK_ACCUMULATORS_128, MK_IN_OUT_128(sums), 128, 129, 130, 131, 132, 133, 134)
+        MK_MULTIPLY_HELD(256, TYPE, MK_ACCUMULATORS_128, MK_IN_OUT_128, 128, 129, 130, 131, 132, 133, 134)
 
 template <class T, u32 columns, bool b_across>
 MK_DEVICE void multiply(float (&sums)[columns / 2], const u32 (&a)[4], u64 b, bool add) {
@@ -525,14 +551,38 @@ MK_DEVICE void multiply(float (&sums)[columns / 2], const u32 (&a)[4], u64 b, bo
 #undef MK_EITHER_ORDER
 #undef MK_MULTIPLY
 #undef MK_IN_OUT_128
+#undef MK_IN_OUT_120
+#undef MK_IN_OUT_112
+#undef MK_IN_OUT_104
 #undef MK_IN_OUT_96
+#undef MK_IN_OUT_88
+#undef MK_IN_OUT_80
+#undef MK_IN_OUT_72
 #undef MK_IN_OUT_64
+#undef MK_IN_OUT_56
+#undef MK_IN_OUT_48
+#undef MK_IN_OUT_40
 #undef MK_IN_OUT_32
+#undef MK_IN_OUT_24
+#undef MK_IN_OUT_16
 #undef MK_IN_OUT_8
+#undef MK_IN_OUT_EIGHT
 #undef MK_ACCUMULATORS_128
+#undef MK_ACCUMULATORS_120
+#undef MK_ACCUMULATORS_112
+#undef MK_ACCUMULATORS_104
 #undef MK_ACCUMULATORS_96
+#undef MK_ACCUMULATORS_88
+#undef MK_ACCUMULATORS_80
+#undef MK_ACCUMULATORS_72
 #undef MK_ACCUMULATORS_64
+#undef MK_ACCUMULATORS_56
+#undef MK_ACCUMULATORS_48
+#undef MK_ACCUMULATORS_40
 #undef MK_ACCUMULATORS_32
+#undef MK_ACCUMULATORS_24
+#undef MK_ACCUMULATORS_16
+#undef MK_ACCUMULATORS_8
 
 }  // namespace ptx
 

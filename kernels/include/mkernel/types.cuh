@@ -247,6 +247,7 @@ struct TileShape {
     i64 rows;
     i64 columns;
     i64 k;
+    i64 row_step;  // where tiles may be of fewer rows: of a multiple of so many; or 0
 };
 
 // Rows of all ranks that are pulled to this one, chunk by chunk. Lines are what is contiguous: rows, or columns where the
@@ -447,6 +448,7 @@ struct RingAttentionPlan {
     Run* queries;  // this rank's positions
     u64 walk_runs;
     Run* walk;  // the keys that they see, in the order in which they are used
+    u64 reserved[7];
 };
 
 struct RingAttentionParams {

@@ -5,9 +5,11 @@
 //   storers    warps 1 and 2, one for each consumer: store its strips, or send them to peers, while the next tile is
 //              multiplied
 //   warp 3     does what the operator wants done meanwhile
-// Where rows of A lie apart, warps 0 and 3 copy those, 16 bytes a thread at a time.
+// Where rows of A lie apart, warps 0 and 3 copy those, 16 bytes a thread at a time, and have every other panel each.
 // Each walks the schedule by itself. In a cluster of two, the blocks have the upper and the lower half of a tile: each
 // loads its own rows of A, and half of B to both.
+// Where tiles may be of fewer rows (MK_FLEXIBLE), consumers multiply the transposed operands, half of the tile's columns
+// each: its rows are then the columns of matrix instructions, of which there may be any multiple of 16.
 #pragma once
 
 #include "../landing.cuh"
@@ -28,6 +30,10 @@
 #ifndef MK_STAGES
 #define MK_STAGES 4
 #endif
+// Whether a tile of fewer rows takes less time.
+#ifndef MK_FLEXIBLE
+#define MK_FLEXIBLE 0
+#endif
 // Strips that wait to be stored, of each consumer: 64 rows of 128 bytes.
 #ifndef MK_STRIPS
 #define MK_STRIPS 2
@@ -45,7 +51,7 @@ namespace engine {
 
 constexpr bool aligned_rows = true;  // of 16 bytes, as tensor copies want them
 constexpr u32 cluster = MK_CLUSTER;  // blocks that share a tile
-constexpr bool halves_tiles = true;  // a tile of half as many columns takes about half the time
+constexpr bool flexible = MK_FLEXIBLE, halves_tiles = !flexible;  // a tile of half as many columns takes about half the time
 constexpr bool has_time = true;      // a warp does meanwhile() beside the tiles
 constexpr bool pairs_columns = true;  // it takes a PairedStack
 constexpr u32 sink_loads = 6;  // that a lane of a sink may have under way: registers for so many are there
@@ -54,13 +60,15 @@ constexpr u32 consumers = 2, spare_warp = 1 + consumers;
 constexpr u32 copiers = 64;          // threads that copy rows which lie apart
 constexpr u32 line_bytes = Strip<u8>::line_bytes;  // of shared memory, within which tensor copies swizzle
 constexpr u32 strip_rows = Strip<u8>::rows;        // of one matrix instruction
+constexpr u32 row_step = 16, row_box = 32;         // flexible rows of a tile are multiplied, and loaded, so many at a time
 
 // Registers of a thread: what one warpgroup gives up the others get, and a block waits for ever for more than it has.
 constexpr u32 launch_registers = 65536 / MK_THREADS / 8 * 8, producer_registers = 112, consumer_registers = 192;
 
 static_assert(producer_registers + consumers * consumer_registers <= (1 + consumers) * launch_registers, "registers");
 static_assert(MK_THREADS == 128 * (1 + consumers), "one warpgroup loads and stores, the others multiply");
-static_assert(MK_TILE_ROWS % (cluster * consumers * strip_rows) == 0, "consumers have equal shares of the rows");
+static_assert((flexible ? MK_TILE_COLUMNS : MK_TILE_ROWS) % (cluster * consumers * strip_rows) == 0, "equal shares");
+static_assert(!flexible || (cluster == 1 && MK_TILE_ROWS % strip_rows == 0 && MK_TILE_ROWS <= 128), "see MK_FLEXIBLE");
 static_assert(cluster == 1 || cluster == 2, "pairs at most");
 
 // Bytes of k that a matrix instruction takes.
@@ -68,13 +76,13 @@ constexpr u32 step_bytes = 32, steps = line_bytes / step_bytes;
 
 // A panel in a stage: `extent` rows of A or columns of B, by a line of k, loaded by `parts` blocks of the cluster. Lines
 // are along k, one for each of the extent; or, where k is not contiguous (of 16 bits only), across it: a box of 64
-// lines, one for each of k, holds 64 of the extent, and box follows box.
-template <class T, u32 extent, bool across, u32 parts>
+// lines, one for each of k, holds 64 of the extent, and box follows box. `own_box`: along k too, if it is not 0.
+template <class T, u32 extent, bool across, u32 parts, u32 own_box = 0>
 struct Panel {
     static constexpr u32 line = line_bytes / sizeof(T);
     static constexpr u32 bytes = extent * line_bytes;
     static constexpr u32 part = extent / parts;
-    static constexpr u32 box = across ? line : part;  // of the extent, that a tensor copy brings
+    static constexpr u32 box = across ? line : own_box ? own_box : part;  // of the extent, that a tensor copy brings
     static constexpr u32 box_bytes = box * line_bytes;
     static constexpr u32 step = across ? step_bytes / sizeof(T) * line_bytes : step_bytes;  // to what is next of k
     static_assert(part % box == 0 && box <= 256, "a part is whole boxes");
@@ -84,22 +92,22 @@ struct Panel {
     static MK_DEVICE void load(u8* to, u32 which, i64 first, i64 k, Load load, u32 wanted = extent) {
         MK_UNROLL
         for (u32 i = which * part; i < (which + 1) * part; i += box) {
-            if (across && i >= wanted) break;
+            if (i - which * part >= wanted) break;
             load(to + i * line_bytes, i32(across ? first + i : k), i32(across ? k : first + i));
         }
     }
-    static MK_DEVICE u32 bytes_of(u32 wanted) { return across ? wanted * line_bytes : bytes; }
+    static MK_DEVICE u32 bytes_of(u32 wanted) { return (wanted + box - 1) / box * box_bytes; }
     static MK_DEVICE u64 descriptor(const u8* from) {
         return ptx::operand_descriptor(ptx::shared_address(from), box_bytes);
     }
 };
 
-// The lines of a panel of A that are rows which lie apart: four copiers have one, 16 bytes of each half of it.
+// The lines of a panel of A that are rows which lie apart, copied by a warp: four lanes have one, 16 bytes of each half of it.
 template <class T, u32 extent>
 class Gathered {
 public:
     MK_DEVICE Gathered()
-        : line_(threadIdx.x % copiers / sharers), at_(threadIdx.x % sharers * 16), swizzled_(at_ ^ line_ % 8 * 16) {}
+        : line_(threadIdx.x % 32 / sharers), at_(threadIdx.x % sharers * 16), swizzled_(at_ ^ line_ % 8 * 16) {}
 
     // From now on, those of a tile; lines beyond its rows are left as they are.
     MK_DEVICE void look_up(const ListedRows& rows, i64 count) {
@@ -121,8 +129,8 @@ public:
     }
 
 private:
-    static constexpr u32 half = line_bytes / 2, sharers = half / 16, together = copiers / sharers, own = extent / together;
-    static_assert(together % 8 == 0, "all lines of a copier are swizzled alike");
+    static constexpr u32 half = line_bytes / 2, sharers = half / 16, together = 32 / sharers, own = extent / together;
+    static_assert(together % 8 == 0, "all lines of a lane are swizzled alike");
 
     template <class Copy>
     MK_DEVICE void each_piece(u8* panel, i64 offset, const Copy& copy) const {
@@ -194,16 +202,22 @@ public:
     using Out = typename Sink::Type;
     static constexpr u32 rows = MK_TILE_ROWS / cluster, columns = MK_TILE_COLUMNS, k = line_bytes / sizeof(T);
     static constexpr u32 stages = MK_STAGES, strips = MK_STRIPS;
-    static constexpr u32 consumer_rows = rows / consumers, blocks = consumer_rows / strip_rows;
+    // A consumer multiplies in blocks of 64 of its rows, or if they are flexible of its columns, by all of the others.
+    static constexpr u32 consumer_rows = flexible ? rows : rows / consumers, strips_down = consumer_rows / strip_rows;
+    static constexpr u32 blocks = flexible ? columns / consumers / strip_rows : strips_down;
+    static constexpr u32 sums_of_block = (flexible ? rows : columns) / 2;  // of a thread
     static constexpr bool fragments = sends_strips && takes_fragments<Sink>, tells = tells_sums<Sink>;
     static constexpr bool halves = Schedule::halving && columns % 128 == 0;  // narrow tiles take half the work
     static constexpr bool gathers = lies_apart<From>;
     static constexpr u32 sides = Sides<Factor>::count, side = columns / sides;
-    using A = Panel<T, rows, MK_A_BY_COLUMNS, 1>;
+    static constexpr u32 consumer_columns = flexible ? side / consumers : side;  // of the result
+    using A = Panel<T, rows, MK_A_BY_COLUMNS, 1, flexible ? row_box : 0>;
     using B = Panel<T, side, !MK_B_BY_COLUMNS, cluster>;
+    static constexpr u32 block_bytes = strip_rows * line_bytes;  // of a panel
     static_assert(cluster == 1 || !gathers, "only tensor copies reach a neighbour");
     static_assert(stages >= 2, "one panel is multiplied while the next one comes");
-    static_assert(sides == 1 || (!halves && side % Strip<Out>::columns == 0), "a side is whole strips");
+    static_assert(sides == 1 || (!halves && consumer_columns % Strip<Out>::columns == 0), "a side is whole strips");
+    static_assert(!flexible || (!fragments && !tells), "sums are handed over as they lie otherwise");
     static_assert(!fragments || (sides == 1 && !halves), "what is handed over is whole tiles");
 
     // The block's dynamic shared memory. Barriers come in pairs: one says that a slot is full, one that it is free.
@@ -237,7 +251,7 @@ public:
     template <class Visit>
     static MK_DEVICE void each_barrier(Shared& shared, Visit visit) {
         for (u32 i = 0; i < stages; ++i) {
-            visit(&shared.loaded[i], 1 + (gathers ? copiers : 0));
+            visit(&shared.loaded[i], 1 + (gathers ? 32 : 0));
             visit(&shared.used[i], cluster * consumers * 4);  // each of their warps
         }
         for (u32 i = 0; i < consumers; ++i) {
@@ -270,12 +284,13 @@ public:
         return halves && tile.columns.size() <= columns / 2 ? columns / 2 : columns;
     }
 
-    // The tile ends before this consumer's rows.
+    // The tile ends before this consumer's part of it.
     static MK_DEVICE bool idle(const Tile& tile, u32 consumer) {
-        return tile.rows.size() <= consumer * consumer_rows;
+        return flexible ? tile.columns.size() <= consumer * consumer_columns : tile.rows.size() <= consumer * consumer_rows;
     }
 
     static MK_DEVICE Tile half(const Tile& tile, u32 consumer) {
+        if (flexible) return {tile.source, tile.rows, part_of(tile.columns, consumer * consumer_columns, consumer_columns)};
         return {tile.source, part_of(tile.rows, consumer * consumer_rows, consumer_rows), tile.columns};
     }
 
@@ -307,14 +322,14 @@ public:
     }
     static MK_DEVICE u32 bytes_of_b(const Columns& from) { return sides * B::bytes_of(from.wanted / sides); }
 
-    // All copiers call it. After a failure all goes on, with nothing in it. Nobody waits for copies here: a barrier is told
-    // by each thread's when they are there.
+    // Both warps of copiers call it, and take turns. After a failure all goes on, with nothing in it. Nobody waits for copies
+    // here: each lane's arrive at the barrier when they are there.
     template <class Source, class Gate>
     static MK_DEVICE void gather(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
                                  const Factor& b, const Gate& gate) {
         const Agent warp = launch.agent().warp();
         const bool asks = threadIdx.x < 32, leads = threadIdx.x == 0;
-        bool arrived = launch.live();
+        bool arrived = launch.live(), mine = asks;  // the next panel
         Gathered<T, rows> lines;
         Turn<stages> turn;
         if (leads) ptx::acquire_map(&map_of(b));
@@ -325,17 +340,17 @@ public:
                 if (!arrived && leads) fail(shared);
                 if (arrived && piece.begin == 0) lines.look_up(source(tile), tile.rows.size());
 #pragma unroll 1
-                for (i64 at = piece.begin; at < piece.end; at += k) {
+                for (i64 at = piece.begin; at < piece.end; at += k, turn.advance(), mine = !mine) {
+                    if (!mine) continue;
                     const u32 slot = ptx::uniform(turn.slot), first = ptx::uniform(u32(at));
                     u64* const loaded = &shared.loaded[slot];
                     ptx::wait(&shared.used[slot], turn.parity ^ 1);
-                    if (asks && ptx::elect()) {
+                    if (ptx::elect()) {
                         ptx::arrive_expect(loaded, arrived ? bytes_of_b(from) : 0);
                         if (arrived) load_b(shared, slot, 0, b, from, first);
                     }
                     if (arrived) lines.copy(shared.a[slot], at, depth - at);
                     ptx::arrive_when_copied(loaded);
-                    turn.advance();
                 }
             }
         }
@@ -365,6 +380,7 @@ public:
             if (leads && map != a_map) ptx::acquire_map(map);
             a_map = map;
             const u32 first_row = ptx::uniform(u32(rows_of_a.first));
+            const u32 height = flexible ? ptx::uniform(u32(tile.rows.size())) : rows;
             const Columns from(b, tile);
             for (Range piece : Blocks(depth, gate_k)) {
                 arrived = arrived && (tile.rows.size() <= 0 || gate(warp, tile, piece));
@@ -376,9 +392,9 @@ public:
                     u64* const loaded = &shared.loaded[slot];
                     ptx::wait(&shared.used[slot], turn.parity ^ 1);
                     if (ptx::elect()) {
-                        ptx::arrive_expect(loaded, A::bytes + bytes_of_b(from));
+                        ptx::arrive_expect(loaded, A::bytes_of(height) + bytes_of_b(from));
                         A::load(shared.a[slot], 0, first_row, first,
-                                [&](u8* to, i32 x, i32 y) { ptx::load_box(to, map, loaded, x, y); });
+                                [&](u8* to, i32 x, i32 y) { ptx::load_box(to, map, loaded, x, y); }, height);
                         load_b(shared, slot, rank, b, from, first);
                     }
                     turn.advance();
@@ -389,8 +405,8 @@ public:
 
     static MK_DEVICE void consume(Shared& shared, const Launch& launch, u32 consumer, i64 depth) {
         const u32 lane = threadIdx.x % 32, panels = u32(ceil_div(depth, k));
-        const u64 a_first = A::descriptor(shared.a[0] + consumer * consumer_rows * line_bytes);
-        const u64 b_first = B::descriptor(shared.b[0]);
+        const u64 a_first = A::descriptor(shared.a[0] + (flexible ? 0 : consumer * consumer_rows * line_bytes));
+        const u64 b_first = B::descriptor(shared.b[0] + (flexible ? consumer * (blocks / sides) * block_bytes : 0));
         Turn<stages> turn;
         Turn<strips> strip;
         Turn<1> awaited;  // of own tiles, or of those that are told
@@ -406,14 +422,15 @@ public:
                 }
                 continue;
             }
-            float sums[blocks][columns / 2];
+            float sums[blocks][sums_of_block];
             const bool own = is_own(shared.sink, launch, whole);  // looked up while others load
             Span computed(launch, threadIdx.x % 128 == 0, Traced::compute, half(share(whole), consumer));
-            const u32 wanted = width(whole);
+            const u32 wanted = width(whole), height = u32(whole.rows.size());
             if (fragments || tells) clear(sums);  // there may be no terms
             if (panels > 0) ptx::wait(&shared.loaded[turn.slot], turn.parity);
             computed.begin();
-            if (wanted == columns) multiply<columns>(sums, shared, turn, panels, a_first, b_first, release);
+            if constexpr (flexible) multiply_rows<row_step>(height, sums, shared, turn, panels, a_first, b_first, release);
+            else if (wanted == columns) multiply<columns>(sums, shared, turn, panels, a_first, b_first, release);
             else if constexpr (halves)
                 multiply<columns / 2>(sums, shared, turn, panels, a_first, b_first, release);
 
@@ -423,7 +440,7 @@ public:
                 computed.end();
                 tell(shared, launch, half(share(whole), consumer), consumer, awaited, sums);
             } else if constexpr (!fragments) {
-                stage_results(shared, consumer, strip, wanted, sums, panels == 0);
+                stage_results(shared, consumer, strip, height, wanted, sums, panels == 0);
             } else {
                 if (own) stage_totals(shared, consumer, strip, awaited, sums);
                 else stage_partials(shared, consumer, strip, sums);
@@ -434,7 +451,7 @@ public:
     // Tells the sums of a part, when the storer says that the sink may begin: those of a warp by way of its lines of strips,
     // from where eight lanes take a row, as links carry long runs in fewer packets.
     static MK_DEVICE void tell(Shared& shared, const Launch& launch, const Tile& part, u32 consumer, Turn<1>& awaited,
-                               float (&sums)[blocks][columns / 2]) {
+                               float (&sums)[blocks][sums_of_block]) {
         constexpr u32 wide = Strip<float>::columns, together = 2;  // strips
         const u32 lane = threadIdx.x % 32, first_line = threadIdx.x / 32 % 4 * 16, place = lane % 8 * 4;
         ptx::wait(&shared.awaited[consumer], awaited.parity);
@@ -468,49 +485,57 @@ public:
         if (lane == 0) ptx::arrive(&shared.ready[consumer][0]);
     }
 
-    // Puts into strips what the sink makes of the columns of a tile that are wanted, or of nothing.
-    static MK_DEVICE void stage_results(Shared& shared, u32 consumer, Turn<strips>& strip, u32 wanted,
-                                        const float (&sums)[blocks][columns / 2], bool nothing) {
+    // Puts into strips what the sink makes of the rows and columns of a tile that are wanted, or of nothing.
+    static MK_DEVICE void stage_results(Shared& shared, u32 consumer, Turn<strips>& strip, u32 height, u32 wanted,
+                                        const float (&sums)[blocks][sums_of_block], bool nothing) {
         const bool failed = has_failed(shared), replaced = failed || nothing;
         const Out replacement = failed ? not_a_number<Out>() : result(shared.sink, 0.0f, 0.0f);
-        fill_strips<Out>(shared, consumer, strip, wanted, [&](u8* to, u32 i, u32 column) {
-            const float* some = &sums[i][column / 2];
-            if (replaced) fill(to, replacement);
-            else stage<Out>(to, [&](u32 j) { return result(shared.sink, some[j], some[sides == 2 ? side / 2 + j : j]); });
+        fill_strips<Out>(shared, consumer, strip, height, wanted, [&](u8* to, u32 i, u32 column) {
+            if (replaced) {
+                fill(to, replacement);
+            } else if constexpr (flexible) {
+                const u32 block = column / strip_rows, first = i * (strip_rows / 2);
+                const float *some = &sums[block][first], *second = &sums[sides == 2 ? 1 : block][first];
+                stage_turned<Out>(to, column % strip_rows, [&](u32 j) { return result(shared.sink, some[j], second[j]); });
+            } else {
+                const float* some = &sums[i][column / 2];
+                stage<Out>(to, [&](u32 j) { return result(shared.sink, some[j], some[sides == 2 ? side / 2 + j : j]); });
+            }
         });
     }
 
     // The same of another's tile, as fragments, which its owner adds. After a failure nothing is sent.
     static MK_DEVICE void stage_partials(Shared& shared, u32 consumer, Turn<strips>& strip,
-                                         const float (&sums)[blocks][columns / 2]) {
+                                         const float (&sums)[blocks][sums_of_block]) {
         using Partial = typename Sink::Partial;
-        fill_strips<Partial>(shared, consumer, strip, columns,
+        fill_strips<Partial>(shared, consumer, strip, consumer_rows, columns,
                              [&](u8* to, u32 i, u32 column) { hold<Partial>(to, &sums[i][column / 2]); });
     }
 
     // The same of an own tile, to which such fragments are added when they are there.
     static MK_DEVICE void stage_totals(Shared& shared, u32 consumer, Turn<strips>& strip, Turn<1>& awaited,
-                                       float (&sums)[blocks][columns / 2]) {
+                                       float (&sums)[blocks][sums_of_block]) {
         using Result = typename Sink::Result;
         ptx::wait(&shared.awaited[consumer], awaited.parity);
         awaited.advance();
         const bool failed = has_failed(shared);
         if (!failed) add<typename Sink::Partial>(sums, shared.addends[consumer]);
-        fill_strips<Result>(shared, consumer, strip, columns, [&](u8* to, u32 i, u32 column) {
+        fill_strips<Result>(shared, consumer, strip, consumer_rows, columns, [&](u8* to, u32 i, u32 column) {
             if (failed) fill(to, not_a_number<Result>());
             else stage<Result>(to, [&](u32 j) { return narrow<Result>(sums[i][column / 2 + j]); });
         });
     }
 
-    // Has a tile put into strips, one after the other: put(strip, block of rows, first column).
+    // Has a consumer's part put into strips, one after the other: put(strip, number of 64 rows, first column).
     template <class Element, class Put>
-    static MK_DEVICE void fill_strips(Shared& shared, u32 consumer, Turn<strips>& strip, u32 wanted, const Put& put) {
-        static_assert(side % Strip<Element>::columns == 0, "whole strips");
+    static MK_DEVICE void fill_strips(Shared& shared, u32 consumer, Turn<strips>& strip, u32 height, u32 wanted,
+                                      const Put& put) {
+        static_assert(consumer_columns % Strip<Element>::columns == 0, "whole strips");
         MK_UNROLL
-        for (u32 i = 0; i < blocks; ++i)
+        for (u32 i = 0; i < strips_down; ++i)
             MK_UNROLL
-            for (u32 column = 0; column < side; column += Strip<Element>::columns) {
-                if (column >= wanted) break;
+            for (u32 column = 0; column < consumer_columns; column += Strip<Element>::columns) {
+                if (column >= wanted || (flexible && i * strip_rows >= height)) break;
                 ptx::wait(&shared.stored[consumer][strip.slot], strip.parity ^ 1);
                 put(shared.staged[consumer][strip.slot], i, column);
                 ptx::fence_shared_to_async();
@@ -531,7 +556,7 @@ public:
 
     // Adds what lies in strips like that, those of one peer after those of another.
     template <class Element>
-    static MK_DEVICE void add(float (&sums)[blocks][columns / 2], const Addends& addends) {
+    static MK_DEVICE void add(float (&sums)[blocks][sums_of_block], const Addends& addends) {
         using Some = Fragment<Element>;
         constexpr u32 count = columns / 2 / Some::width, batch = count < 8 ? count : 8;  // loads that are under way
         const u8* from = addends.first + threadIdx.x % 128 * sizeof(Some);
@@ -554,16 +579,26 @@ public:
                 }
     }
 
-    static MK_DEVICE void clear(float (&sums)[blocks][columns / 2]) {
+    static MK_DEVICE void clear(float (&sums)[blocks][sums_of_block]) {
         MK_UNROLL
         for (u32 i = 0; i < blocks; ++i)
             MK_UNROLL
-            for (u32 j = 0; j < columns / 2; ++j) sums[i][j] = 0;
+            for (u32 j = 0; j < sums_of_block; ++j) sums[i][j] = 0;
     }
 
-    // The panels of a tile, of whose columns the first `some` are wanted.
+    // All panels of a tile by as few of its rows as matrix instructions may take.
     template <u32 some, class Release>
-    static MK_DEVICE void multiply(float (&sums)[blocks][columns / 2], Shared& shared, Turn<stages>& turn, u32 panels,
+    static MK_DEVICE void multiply_rows(u32 height, float (&sums)[blocks][sums_of_block], Shared& shared, Turn<stages>& turn,
+                                        u32 panels, u64 a_first, u64 b_first, const Release& release) {
+        if constexpr (some < rows)
+            if (height > some)
+                return multiply_rows<some + row_step>(height, sums, shared, turn, panels, a_first, b_first, release);
+        multiply<some>(sums, shared, turn, panels, a_first, b_first, release);
+    }
+
+    // The panels of a tile, of whose columns, or flexible rows, the first `some` are wanted.
+    template <u32 some, class Release>
+    static MK_DEVICE void multiply(float (&sums)[blocks][sums_of_block], Shared& shared, Turn<stages>& turn, u32 panels,
                                    u64 a_first, u64 b_first, const Release& release) {
         u32 previous = 0;
 #pragma unroll 1
@@ -573,11 +608,16 @@ public:
             MK_UNROLL
             for (u32 step = 0; step < steps; ++step)
                 MK_UNROLL
-                for (u32 i = 0; i < blocks; ++i)
-                    ptx::multiply<T, some, MK_A_BY_COLUMNS, !MK_B_BY_COLUMNS>(
-                        reinterpret_cast<float(&)[some / 2]>(sums[i]),
-                        a_first + (turn.slot * A::bytes + i * strip_rows * line_bytes + step * A::step) / 16,
-                        b_first + (turn.slot * sides * B::bytes + step * B::step) / 16, panel > 0 || step > 0);
+                for (u32 i = 0; i < blocks; ++i) {
+                    auto& those = reinterpret_cast<float(&)[some / 2]>(sums[i]);
+                    const u64 a = a_first + (turn.slot * A::bytes + step * A::step) / 16;
+                    const u64 b = b_first + (turn.slot * sides * B::bytes + step * B::step) / 16;
+                    const u32 further = i * (sides == 2 ? B::bytes : block_bytes) / 16;
+                    if constexpr (flexible)
+                        ptx::multiply<T, some, !MK_B_BY_COLUMNS, MK_A_BY_COLUMNS>(those, b + further, a, panel > 0 || step > 0);
+                    else
+                        ptx::multiply<T, some, MK_A_BY_COLUMNS, !MK_B_BY_COLUMNS>(those, a + further, b, panel > 0 || step > 0);
+                }
             ptx::multiply_commit();
             ptx::multiply_wait<1>();  // the panel before is through, this one goes on
             if (panel > 0) release(previous);
@@ -618,6 +658,26 @@ public:
                 *reinterpret_cast<float2*>(at) = {made(4 * i), made(4 * i + 1)};
                 *reinterpret_cast<float2*>(at + 8 * line_bytes) = {made(4 * i + 2), made(4 * i + 3)};
             }
+        }
+    }
+
+    // The same of sums whose rows are columns of the strip, from one of a block's on: all warps have some of every line.
+    template <class Element, class Made>
+    static MK_DEVICE void stage_turned(u8* strip, u32 first, const Made& made) {
+        const u32 lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16;  // of the warp's first
+        if constexpr (sizeof(Element) == 2) {
+            auto pair = [&](u32 i) { return u32(made(i).bits) | u32(made(i + 1).bits) << 16; };
+            const u32 line = ptx::shared_address(strip) + (lane / 16 * 8 + lane % 8) * line_bytes;
+            const u32 at = line + ((column / 8 + lane / 8 % 2) ^ lane % 8) * 16;
+            MK_UNROLL
+            for (u32 i = 0; i < strip_rows / 16; ++i)
+                ptx::store_matrices_turned(at + i * 16 * line_bytes, pair(8 * i), pair(8 * i + 2), pair(8 * i + 4),
+                                           pair(8 * i + 6));
+        } else {
+            if (column / Strip<Element>::columns != first / Strip<Element>::columns) return;
+            MK_UNROLL
+            for (u32 i = 0; i < strip_rows / 2; ++i)
+                *Strip<Element>{strip}(i / 4 * 8 + lane % 4 * 2 + i % 2, column - first + lane / 4 + i / 2 % 2 * 8) = made(i);
         }
     }
 
@@ -662,11 +722,16 @@ public:
             }
         }
 
+        // How many strips are below each other.
+        static MK_DEVICE u32 down(const Tile& part) {
+            return flexible ? u32(part.rows.size() + strip_rows - 1) / strip_rows : strips_down;
+        }
+
         // start(piece, its strip, its number) stores it, or starts to.
         template <class Start>
         MK_DEVICE void each_strip(const Tile& part, u32 across, u32 wide, Start start) {
 #pragma unroll 1
-            for (u32 i = 0; i < blocks * across; ++i, turn.advance()) {
+            for (u32 i = 0; i < down(part) * across; ++i, turn.advance()) {
                 const Tile piece{part.source, part_of(part.rows, i / across * strip_rows, strip_rows),
                                  part_of(part.columns, i % across * wide, wide)};
                 u64* ready = &shared.ready[consumer][turn.slot];
@@ -734,7 +799,7 @@ public:
                 while (storer.unsaid) storer.free_oldest();
                 storer.sent = part, storer.unsaid = receivers > 0, storer.behind = 0;
             } else {
-                const u32 wide = Strip<Out>::columns, across = width(tile) / sides / wide;
+                const u32 wide = Strip<Out>::columns, across = (halves ? width(tile) : consumer_columns) / wide;
                 const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
                                  u32(ceil_div(part.columns.size(), wide) - 1);
                 storer.each_strip(part, across, wide, [&](const Tile& piece, u8* staged, u32 i) {
