@@ -748,8 +748,8 @@ MUTANTS = {
     ),
     "gathered rows: boxes behind the last": Mutant(
         H + "engine/hopper.cuh",
-        "if (i - which * part >= wanted) break;",
-        "if (i - which * part + box >= wanted && i > which * part) break;",
+        "if (i >= wanted) break;",
+        "if (i + box >= wanted && i > 0) break;",
         EMULATED_GATHER,
     ),
     "layer: parts of tiles of one height": Mutant(

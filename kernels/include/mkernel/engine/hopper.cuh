@@ -92,7 +92,7 @@ struct Panel {
     static MK_DEVICE void load(u8* to, u32 which, i64 first, i64 k, Load load, u32 wanted = extent) {
         MK_UNROLL
         for (u32 i = which * part; i < (which + 1) * part; i += box) {
-            if (i - which * part >= wanted) break;
+            if (i >= wanted) break;
             load(to + i * line_bytes, i32(across ? first + i : k), i32(across ? k : first + i));
         }
     }
