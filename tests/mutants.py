@@ -1156,14 +1156,14 @@ HOPPER_ATTENTION = tuple(
 )
 for name, (old, new, *tests) in {
     "queries overwritten": (
-        "ptx::wait(&shared.ended, tiles.parity ^ 1);\n                shared.unit",
-        "shared.unit",
+        "ptx::wait(&shared.ended, tiles.parity ^ 1);\n                if (",
+        "if (",
     ),
     "slot loaded too early": ("ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);", ""),
     "unit left before it is read": ("ptx::wait(&shared.loaded[slot], slot <", "(void)(slot <"),
     "values that come with their keys": (
-        "arrived[part] = gate(",
-        "arrived[0] = arrived[1] = gate(",
+        "arrived[part] = i32(gate(",
+        "arrived[0] = arrived[1] = i32(gate(",
     ),
     "keys not waited for": (
         "ptx::wait(&shared.loaded[key.slot], key.parity);\n        if",
