@@ -1188,7 +1188,7 @@ for name, (old, new, *tests) in {
         "total += total;",
     ),
     "mask": ("i32(column_of(i)) < end ?", "i32(column_of(i)) <= end ?"),
-    "negative scale": ("if (shared.negate) negate(scores);", ""),
+    "negative scale": ("if (negative) negate(scores);", ""),
     "masked values": (
         "if (!any_special(values, order.seen(first_row))) return true;",
         "return true;",

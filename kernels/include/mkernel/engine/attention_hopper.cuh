@@ -361,19 +361,22 @@ private:
         const Order order = shared.order[key.slot];
         Scores scores;
         float part[2];
-        take_turn();
+        // All that can be done before is: nothing is multiplied from when the other's products end until these begin.
         if (adds) ptx::wait(&shared.loaded[value.slot], value.parity);
+        const u32 queries = ptx::opaque(ptx::shared_address(shared.queries) + first_row * line_bytes);
+        const u32 panel = ptx::opaque(ptx::shared_address(shared.panels[key.slot]));
         ptx::multiply_fence();
-        multiply_keys(scores, shared, key, first_row);
+        take_turn();
+        multiply_keys(scores, queries, panel);
         ptx::multiply_commit();
         if (adds) multiply_values(kept, weights, shared, value);
         ptx::multiply_commit();
         pass_turn();
+        const bool masked = order.seen(first_row) < i32(keys), negative = shared.negate;
         ptx::multiply_wait<1>();
         ptx::results_are_there(scores);
         release(shared, key);
-        const bool masked = order.seen(first_row) < i32(keys);
-        if (shared.negate) negate(scores);
+        if (negative) negate(scores);
         if (masked) mask(scores, order, first_row);
         weigh(kept, scores, part, shared.scale);
         ptx::settle(kept.total[0] + kept.total[1]);
@@ -394,9 +397,9 @@ private:
         return false;
     }
 
-    static MK_DEVICE void multiply_keys(Scores& scores, const Shared& shared, const Turn<slots>& key, u32 first_row) {
-        const u64 queries = ptx::operand_descriptor(ptx::shared_address(shared.queries) + first_row * line_bytes, 0);
-        const u64 panel = ptx::operand_descriptor(ptx::shared_address(shared.panels[key.slot]), 0);
+    static MK_DEVICE void multiply_keys(Scores& scores, u32 query_address, u32 panel_address) {
+        const u64 queries = ptx::operand_descriptor(query_address, 0);
+        const u64 panel = ptx::operand_descriptor(panel_address, 0);
         MK_UNROLL
         for (u32 k = 0; k < MK_TILE_K; k += 16) {
             const u32 box = k / box_columns, within = k % box_columns * sizeof(T);
@@ -407,7 +410,8 @@ private:
 
     static MK_DEVICE void multiply_values(Kept& kept, const Weights& weights, const Shared& shared,
                                           const Turn<slots>& value) {
-        const u64 panel = ptx::operand_descriptor(ptx::shared_address(shared.panels[value.slot]), panel_box);
+        const u32 address = ptx::opaque(ptx::shared_address(shared.panels[value.slot]));
+        const u64 panel = ptx::operand_descriptor(address, panel_box);
         MK_UNROLL
         for (u32 i = 0; i < keys / 16; ++i)
             ptx::multiply<T, columns, true>(kept.sums, weights[i], ptx::further(panel, i * 16 * line_bytes), true);
