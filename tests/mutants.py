@@ -1182,6 +1182,7 @@ for name, (old, new, *tests) in {
         "if (adds)",
     ),
     "rescale of the values": ("kept.sums[i] *= part[row_of(i)];", "(void)part;"),
+    "rescale for half of the rows": ("part[0] != 1 || part[1] != 1", "part[0] != 1"),
     "rescale of the sum": ("kept.total[which] * part[which], 0}", "kept.total[which], 0}"),
     "sum of the weights of all lanes": (
         "total += __shfl_xor_sync(~0u, total, far);",

@@ -379,12 +379,15 @@ private:
         if (negative) negate(scores);
         if (masked) mask(scores, order, first_row);
         weigh(kept, scores, part, shared.scale);
+        const bool rescale = __any_sync(~0u, part[0] != 1 || part[1] != 1);  // the rarer, the more keys have been seen
         ptx::settle(kept.total[0] + kept.total[1]);
         ptx::multiply_wait<0>();
         ptx::results_are_there(kept.sums);
         if (adds) release(shared, value);
-        MK_UNROLL
-        for (u32 i = 0; i < columns / 2; ++i) kept.sums[i] *= part[row_of(i)];
+        if (rescale) {
+            MK_UNROLL
+            for (u32 i = 0; i < columns / 2; ++i) kept.sums[i] *= part[row_of(i)];
+        }
         pack(weights, scores);
 
         value = next(turn);
@@ -445,7 +448,8 @@ private:
             MK_UNROLL
             for (u32 far = 1; far < 4; far *= 2) highest[0] = fmaxf(highest[0], __shfl_xor_sync(~0u, highest[0], far));
             const float base = highest[0] == -infinity() ? 0 : highest[0] * scale;
-            part[which] = ptx::power_of_two(kept.highest[which] * scale - base);
+            const bool same = highest[0] == kept.highest[which];  // a fused product is not quite its rounded self
+            part[which] = same ? 1 : ptx::power_of_two(kept.highest[which] * scale - base);
             kept.highest[which] = highest[0];
             float total[2] = {kept.total[which] * part[which], 0};
             MK_UNROLL
