@@ -9,8 +9,8 @@
 namespace mk {
 
 #if MK_BULK_COPIES
-// A ring of pieces that the multiprocessor's copy engine brings through shared memory. Lane 0 of a warp drives it, and keeps
-// its account of it there too: registers are scarce where others multiply. Short lines a warp loads, all lanes at once.
+// A ring of pieces that the multiprocessor's copy engine brings through shared memory. Lane 0 of a warp drives it, and
+// keeps its account there too: registers are scarce where others multiply. Short lines a warp loads, all lanes at once.
 class Belt {
 public:
     MK_DEVICE Belt(Scratch scratch, bool drives) : state_(*reinterpret_cast<State*>(scratch.data)) {
