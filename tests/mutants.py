@@ -1183,14 +1183,14 @@ HOPPER_ATTENTION = tuple(
 )
 for name, (old, new, *tests) in {
     "queries overwritten": (
-        "ptx::wait(&shared.ended, tiles.parity ^ 1);\n                shared.unit",
-        "shared.unit",
+        "ptx::wait(&shared.ended, tiles.parity ^ 1);\n                if (",
+        "if (",
     ),
     "slot loaded too early": ("ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);", ""),
     "unit left before it is read": ("ptx::wait(&shared.loaded[slot], slot <", "(void)(slot <"),
     "values that come with their keys": (
-        "arrived[part] = gate(",
-        "arrived[0] = arrived[1] = gate(",
+        "arrived[part] = i32(gate(",
+        "arrived[0] = arrived[1] = i32(gate(",
     ),
     "keys not waited for": (
         "ptx::wait(&shared.loaded[key.slot], key.parity);\n        if",
@@ -1209,13 +1209,14 @@ for name, (old, new, *tests) in {
         "if (adds)",
     ),
     "rescale of the values": ("kept.sums[i] *= part[row_of(i)];", "(void)part;"),
+    "rescale for half of the rows": ("part[0] != 1 || part[1] != 1", "part[0] != 1"),
     "rescale of the sum": ("kept.total[which] * part[which], 0}", "kept.total[which], 0}"),
     "sum of the weights of all lanes": (
         "total += __shfl_xor_sync(~0u, total, far);",
         "total += total;",
     ),
     "mask": ("i32(column_of(i)) < end ?", "i32(column_of(i)) <= end ?"),
-    "negative scale": ("if (shared.negate) negate(scores);", ""),
+    "negative scale": ("if (negative) negate(scores);", ""),
     "masked values": (
         "if (!any_special(values, order.seen(first_row))) return true;",
         "return true;",

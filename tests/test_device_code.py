@@ -193,7 +193,7 @@ def test_attention_compiles_without_spills(architecture, dtype, columns):
     assert found is None, found
 
 
-# Bytes that movers lack registers for with NVRTC 12, and with 256 columns the lane that loads,
+# Bytes that movers lack registers for with NVRTC 12, and with 256 columns the warp that loads,
 # which has the registers that consumers leave it.
 HOPPER_MAY_SPILL = [
     ("bfloat16", 64, 16),

@@ -43,7 +43,11 @@ Object* uniform(Object* object) {
     const u64 address = u64(object);
     return reinterpret_cast<Object*>(u64(uniform(u32(address >> 32))) << 32 | uniform(u32(address)));
 }
-inline bool elect() { return threadIdx.x % 32 == 0; }
+template <u32 lanes = ~0u>
+bool elect() {
+    static_assert(lanes % 2 == 1, "lane 0 is one of them");
+    return threadIdx.x % 32 == 0;
+}
 
 // --- barriers
 

@@ -9,8 +9,8 @@
 namespace mk {
 
 #if MK_BULK_COPIES
-// A ring of pieces that the multiprocessor's copy engine brings through shared memory. One thread drives it, and keeps its
-// account of it there too: registers are scarce where others multiply. Short lines a warp loads, all lanes at once.
+// A ring of pieces that the multiprocessor's copy engine brings through shared memory. Lane 0 of a warp drives it, and
+// keeps its account there too: registers are scarce where others multiply. Short lines a warp loads, all lanes at once.
 class Belt {
 public:
     MK_DEVICE Belt(Scratch scratch, bool drives) : state_(*reinterpret_cast<State*>(scratch.data)) {
@@ -104,7 +104,8 @@ public:
             const u32 bytes = slot.bytes, lines = slot.lines;
             const u8* from = piece(state_.out);
             MK_NO_UNROLL
-            for (u32 i = 0; i < lines; ++i) ptx::store_bulk(to.data + i * to.pitch, from + i * bytes, bytes);
+            for (u32 i = 0; i < lines; ++i)
+                if (ptx::elect<driver>()) ptx::store_bulk(to.data + i * to.pitch, from + i * bytes, bytes);
             ptx::commit_stores();
             if (state_.unsaid) {
                 ptx::wait_stores<1>();
@@ -127,6 +128,7 @@ private:
     static constexpr u32 most_slots = 8;
     static constexpr u32 least_bytes = 1024, short_bytes = 2048, most_bytes = 32768;  // of a piece
     static constexpr i64 least_line = 512;
+    static constexpr u32 driver = 1;  // as a set of lanes: lane 0, which compilers are told
 
     struct Slot {
         u64 loaded;  // an mbarrier
@@ -159,7 +161,8 @@ private:
         u64* loaded = enter(to, dense ? 1 : lines, dense ? lines * bytes : bytes, signal, true);
         ptx::arrive_expect(loaded, lines * bytes);
         MK_NO_UNROLL
-        for (u32 i = 0; i < lines; ++i) ptx::load_bulk(there + i * bytes, from.data + i * from.pitch, bytes, loaded);
+        for (u32 i = 0; i < lines; ++i)
+            if (ptx::elect<driver>()) ptx::load_bulk(there + i * bytes, from.data + i * from.pitch, bytes, loaded);
     }
 
     // Takes note of a piece, whose slot may then be loaded.

@@ -71,14 +71,16 @@ MK_DEVICE Object* uniform(Object* object) {
     return reinterpret_cast<Object*>(u64(uniform(u32(address >> 32))) << 32 | uniform(u32(address)));
 }
 
-// Whether this is the thread that acts for its warp, all of which calls it. From sm_90 on.
+// Whether this is the thread that acts for its warp, all of which calls it, or of it those lanes. From sm_90 on.
+template <u32 lanes = ~0u>
 MK_DEVICE bool elect() {
     u32 elected = 0;
     asm volatile(
         "{\n.reg .pred elected;\n"
-        "elect.sync _|elected, 0xffffffff;\n"
+        "elect.sync _|elected, %1;\n"
         "@elected mov.u32 %0, 1;\n}"
-        : "+r"(elected));
+        : "+r"(elected)
+        : "n"(lanes));
     return elected;
 }
 

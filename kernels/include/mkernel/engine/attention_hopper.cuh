@@ -1,5 +1,5 @@
 // Attention on sm_90a, for bfloat16 and float16. A block is three warpgroups that meet in shared memory:
-//   producer   thread 0: walks over the keys, asks the gate, and has tensor copies fill one slot of a ring after another
+//   producer   warp 0: walks over the keys, asks the gate, and has tensor copies fill one slot of a ring after another
 //              with a panel of keys or of their values
 //   consumers  two warpgroups, each with 64 rows of a tile of queries: online softmax in registers, and the finished rows
 // A consumer has the scores of the next keys multiplied while it weighs: the values of the last ones are added meanwhile.
@@ -94,33 +94,38 @@ public:
     template <class Source, class Gate, class Leave>
     static MK_DEVICE void produce(Shared& shared, const Launch& launch, const RingAttentionPlan& plan, const Heads& q,
                                   const Source& source, const Gate& gate, const Leave& leave) {
-        const Agent alone = launch.agent().alone();
+        const Agent warp = launch.agent().warp();
         const Mask mask(plan);
         Turn<slots> turn;
         Turn<1> tiles;
-        ptx::acquire_map(&plan.window.map);
+        keep_in_memory(tiles);
+        if (ptx::elect()) ptx::acquire_map(&plan.window.map);
         for (Unit unit : Units(plan)) {
             QueryTiles own(plan, unit, launch.member(), launch.members());
             keep_in_memory(unit);
             keep_in_memory(own);
             for (QueryTile tile : own) {
                 keep_in_memory(tile);
+                const Boxes queries(panel_of<T>(q, unit.batch, tile.head, tile.rows.begin));
                 ptx::wait(&shared.ended, tiles.parity ^ 1);
-                shared.unit = unit, shared.tile = tile, shared.more = true;
-                ptx::arrive_expect(&shared.begun, queries_bytes);
-                load<query_box>(shared.queries, panel_of<T>(q, unit.batch, tile.head, tile.rows.begin), 0,
-                                &shared.begun);
-                if (!has_failed(shared)) walk(shared, plan, mask, turn, unit, tile, alone, source, gate);
+                if (ptx::elect()) {
+                    shared.unit = unit, shared.tile = tile, shared.more = true;
+                    ptx::arrive_expect(&shared.begun, queries_bytes);
+                    queries.template load<query_box>(shared.queries, 0, &shared.begun);
+                }
+                if (!has_failed(shared)) walk(shared, plan, mask, turn, unit, tile, warp, source, gate);
                 give_nothing(shared, turn);
                 tiles.advance();
             }
             for (u32 slot = 0; slot < slots; ++slot)  // all that was asked for has been read
                 ptx::wait(&shared.loaded[slot], slot < turn.slot ? turn.parity : turn.parity ^ 1);
-            leave(alone, unit);
+            leave(warp, unit);
         }
         ptx::wait(&shared.ended, tiles.parity ^ 1);
-        shared.more = false;
-        ptx::arrive(&shared.begun);
+        if (ptx::elect()) {
+            shared.more = false;
+            ptx::arrive(&shared.begun);
+        }
     }
 
     template <class Sink>
@@ -207,48 +212,68 @@ private:
 
     // --- the producer
 
-    template <u32 box_bytes>
-    static MK_DEVICE void load(u8* to, const mk::Panel& from, i32 position, u64* barrier) {
-        MK_UNROLL
-        for (u32 i = 0; i < boxes; ++i)
-            ptx::load_box(to + i * box_bytes, from.map, barrier, i32(i * box_columns), from.position + position,
-                          from.inner, from.outer);
-    }
+    // Where a panel comes from, as all threads of a warp know it, one of which loads it.
+    struct Boxes {
+        const TensorMap* map;
+        u32 position, inner, outer;
 
-    // Waits until the next slot is free.
-    static MK_DEVICE void give(Shared& shared, const Turn<slots>& turn, Order order) {
+        explicit MK_DEVICE Boxes(const mk::Panel& from)
+            : map(ptx::uniform(from.map)), position(ptx::uniform(u32(from.position))),
+              inner(ptx::uniform(u32(from.inner))), outer(ptx::uniform(u32(from.outer))) {}
+
+        template <u32 box_bytes>
+        MK_DEVICE void load(u8* to, u32 further, u64* barrier) const {
+            MK_UNROLL
+            for (u32 i = 0; i < boxes; ++i)
+                ptx::load_box(to + i * box_bytes, map, barrier, i32(i * box_columns), i32(position + further),
+                              i32(inner), i32(outer));
+        }
+    };
+
+    // When the next slot is free, one thread says what comes there, and has it come: fill(slot).
+    template <class Fill>
+    static MK_DEVICE void give(Shared& shared, Turn<slots>& turn, Order order, const Fill& fill) {
         ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);
-        shared.order[turn.slot] = order;
+        const u32 slot = ptx::uniform(turn.slot);
+        if (ptx::elect()) {
+            shared.order[slot] = order;
+            fill(slot);
+        }
+        turn.advance();
     }
 
     template <class Source, class Gate>
     static MK_DEVICE void walk(Shared& shared, const RingAttentionPlan& plan, const Mask& mask, Turn<slots>& turn,
-                               const Unit& unit, const QueryTile& tile, const Agent& alone, const Source& source,
+                               const Unit& unit, const QueryTile& tile, const Agent& warp, const Source& source,
                                const Gate& gate) {
         const i64 last = tile.position + tile.rows.size() - 1;
         for (const Run& run : Walk(plan)) {
-            const mk::Panel from[] = {source(unit, run, Part::keys), source(unit, run, Part::values)};
-            i64 arrived[] = {0, 0};
+            const Boxes from[] = {Boxes(source(unit, run, Part::keys)), Boxes(source(unit, run, Part::values))};
+            // Places in a run fit into 32 bits, as a map's do.
+            const i64 reach = mask.reach(tile.position, run);
+            const i32 visible = i32(ptx::uniform(u32(mask.visible(last, run))));
+            const i32 first = reach < visible ? i32(reach) : visible;
+            i32 arrived[] = {0, 0};
 #pragma unroll 1
-            for (Range some : Blocks(mask.visible(last, run), keys)) {
-                const i64 first = mask.reach(tile.position, run) - some.begin;
-                const Order order{i32(some.size()), i32(first < keys ? first : keys)};
+            for (i32 begin = 0; begin < visible; begin += i32(keys)) {
+                const i32 left = visible - begin, end = begin + (left < i32(keys) ? left : i32(keys));
+                const Order order{end - begin, first - begin};
                 MK_UNROLL
                 for (u32 part = 0; part < 2; ++part) {
-                    if (arrived[part] < some.end) {
-                        arrived[part] = gate(alone, unit, run, some, Part(part));
+                    if (arrived[part] < end) {
+                        arrived[part] = i32(gate(warp, unit, run, {begin, end}, Part(part)));
                         ptx::fence_global_to_async();
                     }
-                    if (arrived[part] < some.end) {
-                        *const_cast<volatile bool*>(&shared.failed) = true;
+                    if (arrived[part] < end) {
+                        if (ptx::elect()) *const_cast<volatile bool*>(&shared.failed) = true;
+                        __syncwarp();  // all of them see it
                         if (Part(part) == Part::values) give_nothing(shared, turn);  // this goes with the keys
                         return;
                     }
-                    give(shared, turn, order);
-                    u64* loaded = &shared.loaded[turn.slot];
-                    ptx::arrive_expect(loaded, panel_bytes);
-                    load<panel_box>(shared.panels[turn.slot], from[part], i32(some.begin), loaded);
-                    turn.advance();
+                    give(shared, turn, order, [&](u32 slot) {
+                        ptx::arrive_expect(&shared.loaded[slot], panel_bytes);
+                        from[part].template load<panel_box>(shared.panels[slot], u32(begin), &shared.loaded[slot]);
+                    });
                 }
             }
         }
@@ -256,9 +281,7 @@ private:
 
     // Ends a tile, or stands for values that do not come.
     static MK_DEVICE void give_nothing(Shared& shared, Turn<slots>& turn) {
-        give(shared, turn, {0, 0});
-        ptx::arrive(&shared.loaded[turn.slot]);
-        turn.advance();
+        give(shared, turn, {0, 0}, [&](u32 slot) { ptx::arrive(&shared.loaded[slot]); });
     }
 
     // --- consumers
@@ -338,27 +361,33 @@ private:
         const Order order = shared.order[key.slot];
         Scores scores;
         float part[2];
-        take_turn();
+        // All that can be done before is: nothing is multiplied from when the other's products end until these begin.
         if (adds) ptx::wait(&shared.loaded[value.slot], value.parity);
+        const u32 queries = ptx::opaque(ptx::shared_address(shared.queries) + first_row * line_bytes);
+        const u32 panel = ptx::opaque(ptx::shared_address(shared.panels[key.slot]));
         ptx::multiply_fence();
-        multiply_keys(scores, shared, key, first_row);
+        take_turn();
+        multiply_keys(scores, queries, panel);
         ptx::multiply_commit();
         if (adds) multiply_values(kept, weights, shared, value);
         ptx::multiply_commit();
         pass_turn();
+        const bool masked = order.seen(first_row) < i32(keys), negative = shared.negate;
         ptx::multiply_wait<1>();
         ptx::results_are_there(scores);
         release(shared, key);
-        const bool masked = order.seen(first_row) < i32(keys);
-        if (shared.negate) negate(scores);
+        if (negative) negate(scores);
         if (masked) mask(scores, order, first_row);
         weigh(kept, scores, part, shared.scale);
+        const bool rescale = __any_sync(~0u, part[0] != 1 || part[1] != 1);  // the rarer, the more keys have been seen
         ptx::settle(kept.total[0] + kept.total[1]);
         ptx::multiply_wait<0>();
         ptx::results_are_there(kept.sums);
         if (adds) release(shared, value);
-        MK_UNROLL
-        for (u32 i = 0; i < columns / 2; ++i) kept.sums[i] *= part[row_of(i)];
+        if (rescale) {
+            MK_UNROLL
+            for (u32 i = 0; i < columns / 2; ++i) kept.sums[i] *= part[row_of(i)];
+        }
         pack(weights, scores);
 
         value = next(turn);
@@ -371,9 +400,9 @@ private:
         return false;
     }
 
-    static MK_DEVICE void multiply_keys(Scores& scores, const Shared& shared, const Turn<slots>& key, u32 first_row) {
-        const u64 queries = ptx::operand_descriptor(ptx::shared_address(shared.queries) + first_row * line_bytes, 0);
-        const u64 panel = ptx::operand_descriptor(ptx::shared_address(shared.panels[key.slot]), 0);
+    static MK_DEVICE void multiply_keys(Scores& scores, u32 query_address, u32 panel_address) {
+        const u64 queries = ptx::operand_descriptor(query_address, 0);
+        const u64 panel = ptx::operand_descriptor(panel_address, 0);
         MK_UNROLL
         for (u32 k = 0; k < MK_TILE_K; k += 16) {
             const u32 box = k / box_columns, within = k % box_columns * sizeof(T);
@@ -384,7 +413,8 @@ private:
 
     static MK_DEVICE void multiply_values(Kept& kept, const Weights& weights, const Shared& shared,
                                           const Turn<slots>& value) {
-        const u64 panel = ptx::operand_descriptor(ptx::shared_address(shared.panels[value.slot]), panel_box);
+        const u32 address = ptx::opaque(ptx::shared_address(shared.panels[value.slot]));
+        const u64 panel = ptx::operand_descriptor(address, panel_box);
         MK_UNROLL
         for (u32 i = 0; i < keys / 16; ++i)
             ptx::multiply<T, columns, true>(kept.sums, weights[i], ptx::further(panel, i * 16 * line_bytes), true);
@@ -418,7 +448,8 @@ private:
             MK_UNROLL
             for (u32 far = 1; far < 4; far *= 2) highest[0] = fmaxf(highest[0], __shfl_xor_sync(~0u, highest[0], far));
             const float base = highest[0] == -infinity() ? 0 : highest[0] * scale;
-            part[which] = ptx::power_of_two(kept.highest[which] * scale - base);
+            const bool same = highest[0] == kept.highest[which];  // a fused product is not quite its rounded self
+            part[which] = same ? 1 : ptx::power_of_two(kept.highest[which] * scale - base);
             kept.highest[which] = highest[0];
             float total[2] = {kept.total[which] * part[which], 0};
             MK_UNROLL
@@ -524,7 +555,7 @@ private:
 //   q, source  are mapped: boxes of 64 columns by all rows of a tile, or by all keys of a panel; swizzled by 128 bytes,
 //              zeros beyond the edges
 // The tile of the plan is that which is compiled in, but for its columns. The gate is asked in order and ahead of the
-// arithmetic, by thread 0, which also leaves units.
+// arithmetic, by warp 0, which also leaves units.
 template <class T, class Source, class Gate, class Sink, class Leave>
 MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const Heads& q, Source source, Gate gate,
                          Sink sink, Leave leave) {
@@ -542,7 +573,7 @@ MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const He
     __syncthreads();
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers>();
-        if (threadIdx.x == 0) Engine::produce(shared, launch, plan, q, source, gate, leave);
+        if (threadIdx.x < 32) Engine::produce(shared, launch, plan, q, source, gate, leave);
         __syncwarp();
     } else {
         ptx::grow_registers<consumer_registers>();
