@@ -82,6 +82,7 @@ public:
 private:
     static constexpr u32 no_sum = ~u32(0);
     static constexpr u32 whole_packs = u32(16 / sizeof(T));
+    static constexpr u32 batch = 8;  // slots that are looked at together
     template <u32 width>
     using Sums = Acc[width];
 
@@ -223,9 +224,12 @@ private:
     // Whether there is a row of a token of `source` here; whether a peer, and whether anyone of this node, has a sum for it.
     MK_DEVICE bool has_rows(u64 source, i64 token) const {
         const u64* words = words_of(source, token);
-        for (i64 slot = 0; slot < plan_.slots; ++slot)
-            if (words[slot] >= launch_.target(0)) return true;
-        return false;
+        const u32 slots = u32(plan_.slots);
+        bool any = false;
+        for (u32 first = 0; first < slots && !any; first += batch)
+            MK_UNROLL
+            for (u32 i = 0; i < batch; ++i) any = (first + i < slots && words[first + i] >= launch_.target(0)) || any;
+        return any;
     }
     MK_DEVICE bool has_sum(u64 peer, u64 owner, i64 token) const {
         if (peer == launch_.rank()) return has_rows(owner, token);
@@ -245,24 +249,41 @@ private:
         return sums * u64(plan_.n) * sizeof(Partial);
     }
 
-    // From a column on, the sum over the slots of a token that have a row here, in their order.
+    // From a column on, the sum over the slots of a token that have a row here, in their order; whether any has. Loads of
+    // some slots are under way together.
     template <u32 width>
-    MK_DEVICE void add_rows(Sums<width>& sums, u64 source, i64 token, i64 column) const {
+    MK_DEVICE bool add_rows(Sums<width>& sums, u64 source, i64 token, i64 column) const {
         const Acc* weights = factors_of(source, token);
         const u64* words = words_of(source, token);
+        const u64 none = launch_.target(0);
+        const u32 slots = u32(plan_.slots);
+        const T* rows = static_cast<const T*>(rows_.data) + column * rows_.column_stride;
+        bool any = false;
         MK_UNROLL
         for (u32 i = 0; i < width; ++i) sums[i] = 0;
-        for (i64 slot = 0; slot < plan_.slots; ++slot) {
-            if (words[slot] < launch_.target(0)) continue;
-            const i64 row = i64(words[slot] - launch_.target(0));
-            // A caller may have kept fewer rows than there are: what they were is not known.
-            const Acc weight = row < row_count_ ? weights[slot] : not_a_number<Acc>();
-            const T* from = static_cast<const T*>(rows_.data) + (row < row_count_ ? row * rows_.row_stride : 0);
-            Pack<T, width> pack = {};
-            if (row < row_count_) pack = *reinterpret_cast<const Pack<T, width>*>(from + column * rows_.column_stride);
+        for (u32 first = 0; first < slots; first += batch) {
+            u64 word[batch];
+            Acc weight[batch];
+            Pack<T, width> pack[batch];
             MK_UNROLL
-            for (u32 i = 0; i < width; ++i) sums[i] += weight * Acc(widen(pack.elements[i]));
+            for (u32 j = 0; j < batch; ++j) word[j] = first + j < slots ? words[first + j] : 0;
+            MK_UNROLL
+            for (u32 j = 0; j < batch; ++j) {
+                // A caller may have kept fewer rows than there are: what they were is not known.
+                const bool has = word[j] >= none, known = has && i64(word[j] - none) < row_count_;
+                weight[j] = known ? weights[first + j] : not_a_number<Acc>();
+                pack[j] = {};
+                if (known) pack[j] = *reinterpret_cast<const Pack<T, width>*>(rows + i64(word[j] - none) * rows_.row_stride);
+            }
+            MK_UNROLL
+            for (u32 j = 0; j < batch; ++j) {
+                if (word[j] < none) continue;
+                any = true;
+                MK_UNROLL
+                for (u32 i = 0; i < width; ++i) sums[i] += weight[j] * Acc(widen(pack[j].elements[i]));
+            }
         }
+        return any;
     }
 
     // From a column on, the sum over the ranks of this node, in their order, for a token.
@@ -272,10 +293,13 @@ private:
         MK_UNROLL
         for (u32 i = 0; i < width; ++i) total[i] = 0;
         for (u64 peer = node.begin; peer < node.begin + node.size; ++peer) {
-            if (!has_sum(peer, owner, token)) continue;
             Sums<width> sums;
-            if (peer == launch_.rank()) add_rows<width>(sums, owner, token, column);
-            else load<width>(sums, sums_at(peer, owner, token) + column);
+            if (peer == launch_.rank()) {
+                if (!add_rows<width>(sums, owner, token, column)) continue;
+            } else {
+                if (!has_sum(peer, owner, token)) continue;
+                load<width>(sums, sums_at(peer, owner, token) + column);
+            }
             MK_UNROLL
             for (u32 i = 0; i < width; ++i) total[i] += sums[i];
         }
