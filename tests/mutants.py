@@ -180,7 +180,7 @@ MUTANTS = {
     "last reader": Mutant(
         H + "world.cuh", "fetch_add(counter(1 + peer), 1) + 1 == readers", "readers > 0"
     ),
-    "counter banks": Mutant(H + "world.cuh", "*bank(generation() + 1, i) = 0;", "(void)i;"),
+    "counter banks": Mutant(H + "world.cuh", "next[i] = 0;", "(void)i;"),
     "generation in signals": Mutant(
         H + "signal.cuh", "return generation_ << 32 | progress;", "return u64(1) << 32 | progress;"
     ),
@@ -267,13 +267,13 @@ MUTANTS = {
     ),
     "M tail": Mutant(
         H + "schedule.cuh",
-        "block(first + rest % height, tile().rows, rows_)",
-        "block(first + rest % height, tile().rows, rows_ + 1)",
+        "block(first + rest % height, tiles_.tile_rows_, rows_)",
+        "block(first + rest % height, tiles_.tile_rows_, rows_ + 1)",
     ),
     "N tail": Mutant(
         H + "schedule.cuh",
-        "block(before_ + rest / height, tile().columns, tiles_.grid_.columns)",
-        "block(before_ + rest / height, tile().columns, tiles_.grid_.columns - 1)",
+        "stretch(column_ + rest / height * width, width, tiles_.columns_)",
+        "stretch(column_ + rest / height * width, width, tiles_.columns_ - 1)",
     ),
     "K tail": Mutant(
         H + "engine/host.cuh",
@@ -298,11 +298,11 @@ MUTANTS = {
     ),
     "a tile too far": Mutant(
         H + "schedule.cuh",
-        "index_ += i32(tiles_.agents_);",
-        "index_ += i32(tiles_.agents_) + 1;",
+        "index_ += tiles_.agents_;",
+        "index_ += tiles_.agents_ + 1;",
     ),
     "columns of another stripe": Mutant(
-        H + "schedule.cuh", "block(before_ + rest / height", "block(rest / height", SUMS
+        H + "schedule.cuh", "stretch(column_ + rest", "stretch(rest", SUMS
     ),
     "order of sums": Mutant(
         H + "reduction.cuh",

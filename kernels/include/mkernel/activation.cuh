@@ -100,7 +100,7 @@ public:
 
     MK_DEVICE T transform(Acc sum) const { return narrow<T>(activate<kind>(sum)); }
     MK_DEVICE T transform(Acc gate, Acc sum) const { return narrow<T>(activate<kind>(sum, gate)); }
-    MK_DEVICE const TensorMap* map(const Tile&, i64) const { return nullptr; }
+    MK_DEVICE const TensorMap* map(const Tile&, u32) const { return nullptr; }
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed stored) const {
         FinishedParts(launch, *plan_).finish(part, stored);

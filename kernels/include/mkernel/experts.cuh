@@ -501,8 +501,9 @@ public:
 
     MK_DEVICE ExpertTiles(const i64* offsets, u64 experts, i64 columns, TileShape tile, u64 agent, u64 agents,
                           bool pairs = false)
-        : offsets_(offsets), columns_(columns), tile_(tile), experts_(u32(experts)), agent_(u32(agent)),
-          agents_(u32(agents)), pairs_(pairs) {}
+        : offsets_(offsets), columns_(u32(columns)), tile_rows_(u32(tile.rows)), tile_columns_(u32(tile.columns)),
+          across_(ceil_div(columns_, tile_columns_)), experts_(u32(experts)), agent_(u32(agent)), agents_(u32(agents)),
+          pairs_(pairs) {}
 
     class Iterator {
     public:
@@ -511,12 +512,12 @@ public:
             settle();
         }
         MK_DEVICE Tile operator*() const {
-            const u32 group = RingTiles::group, across = tiles_.across(), blocks = tiles_.blocks(expert_);
+            const u32 group = RingTiles::group, across = tiles_.across_, blocks = tiles_.blocks(expert_);
             const u32 first = index_ / (group * across) * group, rest = index_ - first * across;
             const u32 height = blocks - first < group ? blocks - first : group;
-            const Range columns = block(rest / height, tiles_.tile_.columns, tiles_.columns_);
+            const Range columns = block(rest / height, tiles_.tile_columns_, tiles_.columns_);
             const i64 shift = second_ ? tiles_.columns_ : 0;
-            return {expert_, block(first + rest % height, tiles_.tile_.rows, tiles_.rows(expert_)),
+            return {expert_, block(first + rest % height, tiles_.tile_rows_, tiles_.rows(expert_)),
                     {columns.begin + shift, columns.end + shift}};
         }
         MK_DEVICE Iterator& operator++() {
@@ -531,7 +532,7 @@ public:
     private:
         MK_DEVICE void settle() {
             for (; expert_ < tiles_.experts_; ++expert_) {
-                const u32 count = tiles_.blocks(expert_) * tiles_.across();
+                const u32 count = tiles_.blocks(expert_) * tiles_.across_;
                 if (index_ < count) return;
                 index_ -= count;
             }
@@ -544,13 +545,11 @@ public:
     MK_DEVICE Iterator end() const { return {*this, experts_, 0}; }
 
 private:
-    MK_DEVICE i64 rows(u32 expert) const { return offsets_[expert + 1] - offsets_[expert]; }
-    MK_DEVICE u32 blocks(u32 expert) const { return u32(ceil_div(rows(expert), tile_.rows)); }
-    MK_DEVICE u32 across() const { return u32(ceil_div(columns_, tile_.columns)); }
+    MK_DEVICE u32 rows(u32 expert) const { return u32(offsets_[expert + 1] - offsets_[expert]); }
+    MK_DEVICE u32 blocks(u32 expert) const { return ceil_div(rows(expert), tile_rows_); }
 
     const i64* offsets_;
-    i64 columns_;
-    TileShape tile_;
+    u32 columns_, tile_rows_, tile_columns_, across_;
     u32 experts_, agent_, agents_;
     bool pairs_;
 };

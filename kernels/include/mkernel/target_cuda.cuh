@@ -136,6 +136,11 @@ MK_DEVICE u64 fetch_add(u64* word, u64 value) {
 }
 
 // These order nothing else.
+MK_DEVICE u64 count_up(u64* word) {
+    u64 old;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(old) : "l"(word) : "memory");
+    return old;
+}
 MK_DEVICE u64 exchange(u64* word, u64 value) {
     u64 old;
     asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");
