@@ -121,9 +121,7 @@ public:
         // At the first step of the stripe that begins at a column.
         MK_DEVICE Iterator(const RingTilesOf& tiles, u32 column)
             : tiles_(tiles), step_(tiles.first_), column_(column), index_(tiles.agent_) {
-            if (column == tiles.columns_) return;
-            enter();
-            settle();
+            if (column != tiles.columns_) settle(false);
         }
         MK_DEVICE Tile operator*() const {
             const i32 behind = index_ - whole();
@@ -140,7 +138,7 @@ public:
         // Whoever got the first tile of a wave gets the first of the next: where rows of peers are awaited, its was an own one.
         MK_DEVICE Iterator& operator++() {
             index_ += tiles_.agents_;
-            return settle(), *this;
+            return settle(true), *this;
         }
         MK_DEVICE bool operator!=(const Iterator& other) const { return column_ != other.column_; }
 
@@ -163,16 +161,17 @@ public:
             blocks_ = ceil_div(rows_, tiles_.tile_rows_);
             across_ = ceil_div(stripe(), tiles_.tile_columns_);
         }
-        MK_DEVICE void settle() {
-            while (index_ >= count()) {
+        // Goes on to the step that has the tile, or to the end.
+        MK_DEVICE void settle(bool entered) {
+            for (;; entered = false) {
+                if (!entered) enter();
+                if (index_ < count()) return;
                 index_ -= count();
                 passed_ += tile_count();
-                if (++step_ == tiles_.end_) {
-                    step_ = tiles_.first_;
-                    column_ += stripe();
-                    if (column_ == tiles_.columns_) return;
-                }
-                enter();
+                if (++step_ < tiles_.end_) continue;
+                step_ = tiles_.first_;
+                column_ += stripe();
+                if (column_ == tiles_.columns_) return;
             }
         }
         const RingTilesOf& tiles_;

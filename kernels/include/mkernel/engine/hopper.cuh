@@ -681,7 +681,7 @@ public:
                 while (unread > 0 && !self.agent().any(ptx::completed(ready, turn.parity))) free_oldest();
                 ptx::wait(ready, turn.parity);
                 const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
-                if (!empty) start(piece, shared.staged[consumer][turn.slot], i);
+                if (!empty) start(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
                 __syncwarp();
                 ptx::commit_stores();
                 ++unread, ++behind;
@@ -692,19 +692,19 @@ public:
         template <class To>
         MK_DEVICE void look_up(const To& to, const Tile& part) {
             map = to.map(part, strip_rows);
+            if (!map) return;
+            map = ptx::uniform(map);
             shift = to.first_row(part) - part.rows.begin;
-            if (!map || map == acquired) return;
+            if (map == acquired) return;
             if (ptx::elect()) ptx::acquire_map(map);
             acquired = map;
         }
 
         // Starts to store a piece through it.
-        MK_DEVICE bool store_mapped(const Tile& piece, u8* staged) const {
+        MK_DEVICE bool store_mapped(const Tile& piece, const u8* staged) const {
             if (!map) return false;
-            const TensorMap* const to = ptx::uniform(map);
-            const u8* const from = ptx::uniform(staged);
             const u32 x = ptx::uniform(u32(piece.columns.begin)), y = ptx::uniform(u32(piece.rows.begin + shift));
-            if (ptx::elect()) ptx::store_box(to, from, i32(x), i32(y));
+            if (ptx::elect()) ptx::store_box(map, staged, i32(x), i32(y));
             return true;
         }
     };
