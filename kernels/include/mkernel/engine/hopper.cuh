@@ -220,13 +220,15 @@ public:
         Sink sink;
     };
 
-    static MK_DEVICE void init(Shared& shared, const Schedule& schedule, const Sink& sink, bool live) {
-        if (threadIdx.x < 32) {
-            each_barrier(shared, [](u64* barrier, u32 arrivals) { ptx::barrier_init(barrier, arrivals); });
+    // By a thread of each warp: what initialises a barrier takes its address from a uniform register.
+    static MK_DEVICE void init(Shared& shared, u32 warp, const Schedule& schedule, const Sink& sink, bool live) {
+        if (ptx::elect()) {
+            each_barrier(shared, warp, MK_THREADS / 32,
+                         [](u64* barrier, u32 arrivals) { ptx::barrier_init(barrier, arrivals); });
             ptx::fence_barrier_init();
             ptx::fence_shared_to_async();  // what threads wrote here before
         }
-        if (threadIdx.x == 32) {  // meanwhile
+        if (threadIdx.x == MK_THREADS - 1) {
             shared.failed = !live;
             shared.schedule = schedule;
             shared.sink = sink;
@@ -235,16 +237,16 @@ public:
 
     // The memory may be used again.
     static MK_DEVICE void retire(Shared& shared) {
-        if (threadIdx.x < 32) each_barrier(shared, [](u64* barrier, u32) { ptx::barrier_invalidate(barrier); });
+        each_barrier(shared, threadIdx.x, MK_THREADS, [](u64* barrier, u32) { ptx::barrier_invalidate(barrier); });
     }
 
-    // Each thread of a warp visits one of them: one by one they take long.
+    // One of so many visitors, which take turns: one alone takes long.
     template <class Visit>
-    static MK_DEVICE void each_barrier(Shared& shared, Visit visit) {
-        static_assert(2 * stages + consumers * (2 * strips + 1) <= 32, "a warp has a thread for each");
-        u32 i = threadIdx.x % 32;  // among those that are left; huge when it has had its turn
+    static MK_DEVICE void each_barrier(Shared& shared, u32 visitor, u32 visitors, Visit visit) {
+        u32 i = visitor;  // among those that are left
         auto some = [&](u64* barriers, u32 count, u32 arrivals) {
-            if (i < count) visit(barriers + i, arrivals);
+            MK_NO_UNROLL
+            for (; i < count; i += visitors) visit(barriers + i, arrivals);
             i -= count;
         };
         some(shared.loaded, stages, 1 + (gathers ? copiers : 0));
@@ -820,7 +822,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         keep_in_memory(source);
         keep_in_memory(gate);
     }
-    Engine::init(shared, schedule, sink, launch.live());
+    Engine::init(shared, warp, schedule, sink, launch.live());
     Engine::sync();
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers>();
