@@ -182,7 +182,7 @@ MUTANTS = {
     ),
     "counter banks": Mutant(H + "world.cuh", "next[i] = 0;", "(void)i;"),
     "generation in signals": Mutant(
-        H + "signal.cuh", "return generation_ << 32 | progress;", "return u64(1) << 32 | progress;"
+        H + "signal.cuh", "return generation() << 32 | progress;", "return u64(1) << 32 | progress;"
     ),
     "abort look": Mutant(
         H + "signal.cuh",

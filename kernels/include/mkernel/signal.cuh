@@ -92,14 +92,14 @@ class Completed {
 class Context {
 public:
     MK_DEVICE Context(World* world, u64 role)
-        : world_(*world), role_(role), agent_(Agent::current()) {
+        : world_(*world), role_(u32(role)), agent_(Agent::current()) {
         // All loads are under way before the first is waited for.
         u64* const running = world->running;
         const u64 *const failures = world->failures, *const last = world->generation;
         // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
         const u64 other = agent_.index() == 0 && agent_.lane() == 0 ? exchange(running, 1) : 0;
         const u64 failed = load_relaxed(failures);
-        generation_ = *last + 1;
+        generation_ = u32(*last) + 1;
         const Span span(*this, agent_.lane() == 0, Traced::enter, rank());
         live_ = agent_.broadcast(
             failed == 0 && (other == 0 || fail(Reason::concurrent, {Awaited::turn, rank(), 0}, 0, other, 0)));
@@ -111,7 +111,7 @@ public:
     MK_DEVICE u64 size() const { return world_.size; }
     MK_DEVICE u64 role() const { return role_; }
     MK_DEVICE u64 generation() const { return generation_; }
-    MK_DEVICE u64 target(u64 progress) const { return generation_ << 32 | progress; }
+    MK_DEVICE u64 target(u64 progress) const { return generation() << 32 | progress; }
 
     // False once a wait of this agent has failed, or any of an earlier launch, behind which this one was queued: it
     // raises nothing any more, and what it still stores is NaN.
@@ -375,8 +375,7 @@ protected:
 
 private:
     const World& world_;
-    u64 generation_;
-    u64 role_;
+    u32 generation_, role_;  // signals have 32 bits for the one
     bool live_;
 
 protected:
