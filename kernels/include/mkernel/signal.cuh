@@ -364,9 +364,8 @@ protected:
             record.seen = seen;
             record.waited_ns = waited_ns;
             store_release<Scope::system>(&record.written, 1);
-            MK_NO_UNROLL
-            for (u32 i = 0; i < u32(size()); ++i) {
-                u64* abort = &world_.pages[around(rank(), i, size())]->abort;
+            for (u64 i = 0; i < size(); ++i) {
+                u64* abort = &world_.pages[(rank() + i) % size()]->abort;
                 if (load_relaxed(abort) == 0) store_release<Scope::system>(abort, 1 + rank());
             }
         }
