@@ -23,15 +23,20 @@ using OutType = MK_OUT_TYPE;
 
 MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     const AllGatherGemmPlan& plan = *p.plan;
+    engine::expect(p.a, p.b, p.c);
+    const u64 rank = p.world->rank, size = p.world->size;  // on their way while the launch begins
     Launch launch(p.world, plan.split, Agent::warps);
-    const u64 rank = launch.rank(), size = launch.size();
-    // Rows whose tiles are multiplied at about the same time: in whole groups.
-    const i64 across = ceil_div(plan.n, plan.tile.columns), blocks = i64(plan.split.compute) / (across > 0 ? across : 1);
-    const i64 together = (blocks / RingTiles::group + 1) * RingTiles::group * plan.tile.rows;
 
+    // Rows whose tiles are multiplied at about the same time: in whole groups.
+    auto rows_together = [&]() -> i64 {
+        const u32 across = ceil_div(u32(plan.n), u32(plan.tile.columns));
+        const u32 blocks = u32(plan.split.compute) / (across > 0 ? across : 1);
+        return i64(blocks / RingTiles::group + 1) * RingTiles::group * plan.tile.rows;
+    };
     auto bring_rows = [&](Launch self, Scratch scratch) {
         Landing<Type> landing(self, plan.landing);
         Courier<engine::aligned_rows> courier(self, scratch);
+        const i64 together = rows_together();
         if (self.member() == 0) self.announce(p.message);
         for (Range phase : landing.phases())
             for (u64 peer : RingOrder(rank, size, self.node())) {
@@ -52,9 +57,9 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
 
     if (launch.is(Role::mover) && !launch.by_warps(bring_rows)) launch.drop();
     if (several_nodes && launch.is(Role::inter_send))
-        launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, together).send(p.message); });
+        launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, rows_together()).send(p.message); });
     if (several_nodes && launch.is(Role::inter_receive))
-        launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, together).receive(plan.digest); });
+        launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, rows_together()).receive(plan.digest); });
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);

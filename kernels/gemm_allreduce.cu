@@ -35,6 +35,7 @@ using SumType = Accumulator<Type>;
 MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     const GemmAllReducePlan& plan = *p.plan;
     const GemmReduceScatterPlan& reduction = plan.reduction;
+    engine::expect(p.a, p.b, p.c);
     Launch launch(p.world, reduction.split);
     const u64 size = launch.size();
 

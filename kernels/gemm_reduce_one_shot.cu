@@ -28,6 +28,7 @@ using SumType = Accumulator<Type>;
 
 MK_KERNEL(gemm_reduce_one_shot, OneShotParams, p) {
     const GemmReduceScatterPlan& plan = p.plan->reduction;
+    engine::expect(p.a, p.b);
     Launch launch(p.world, plan.split);
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
 

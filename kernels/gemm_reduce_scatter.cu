@@ -34,6 +34,7 @@ using SumType = Accumulator<Type>;
 
 MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     const GemmReduceScatterPlan& plan = *p.plan;
+    engine::expect(p.a, p.b, p.c);
     Launch launch(p.world, plan.split);
     const u64 rank = launch.rank(), size = launch.size();
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };

@@ -110,7 +110,7 @@ class Launches:
             self._delays = delays
             for role, delay in enumerate(hooks.delay_ns):
                 self._world.struct.delay_ns[role] = delay
-            self._world.struct.delay_seed = self._seed()
+            self._world.struct.delay_seed = 1 + self._seed() if any(hooks.delay_ns) else 0
             self._world.update()
         seed = self._seed() * 1_000_003 + self._signals.generation + 1 if hooks.seed else 0
         agents += self.staging_agents

@@ -180,9 +180,9 @@ MUTANTS = {
     "last reader": Mutant(
         H + "world.cuh", "fetch_add(counter(1 + peer), 1) + 1 == readers", "readers > 0"
     ),
-    "counter banks": Mutant(H + "world.cuh", "*bank(generation() + 1, i) = 0;", "(void)i;"),
+    "counter banks": Mutant(H + "world.cuh", "next[i] = 0;", "(void)i;"),
     "generation in signals": Mutant(
-        H + "signal.cuh", "return generation_ << 32 | progress;", "return u64(1) << 32 | progress;"
+        H + "signal.cuh", "return generation() << 32 | progress;", "return u64(1) << 32 | progress;"
     ),
     "abort look": Mutant(
         H + "signal.cuh",
@@ -267,13 +267,13 @@ MUTANTS = {
     ),
     "M tail": Mutant(
         H + "schedule.cuh",
-        "block(first + rest % height, tile().rows, rows_)",
-        "block(first + rest % height, tile().rows, rows_ + 1)",
+        "block(first + rest % height, tiles_.tile_rows_, rows_)",
+        "block(first + rest % height, tiles_.tile_rows_, rows_ + 1)",
     ),
     "N tail": Mutant(
         H + "schedule.cuh",
-        "block(before_ + rest / height, tile().columns, tiles_.grid_.columns)",
-        "block(before_ + rest / height, tile().columns, tiles_.grid_.columns - 1)",
+        "stretch(column_ + rest / height * width, width, tiles_.columns_)",
+        "stretch(column_ + rest / height * width, width, tiles_.columns_ - 1)",
     ),
     "K tail": Mutant(
         H + "engine/host.cuh",
@@ -298,11 +298,11 @@ MUTANTS = {
     ),
     "a tile too far": Mutant(
         H + "schedule.cuh",
-        "index_ += i32(tiles_.agents_);",
-        "index_ += i32(tiles_.agents_) + 1;",
+        "index_ += tiles_.agents_;",
+        "index_ += tiles_.agents_ + 1;",
     ),
     "columns of another stripe": Mutant(
-        H + "schedule.cuh", "block(before_ + rest / height", "block(rest / height", SUMS
+        H + "schedule.cuh", "stretch(column_ + rest", "stretch(rest", SUMS
     ),
     "order of sums": Mutant(
         H + "reduction.cuh",
@@ -599,8 +599,8 @@ MUTANTS = {
     ),
     "combination: rows of an earlier call": Mutant(
         H + "combine.cuh",
-        "if (words[slot] < launch_.target(0)) continue;",
-        "if (words[slot] == 0) continue;",
+        "if (word[j] < none) continue;",
+        "if (word[j] == 0) continue;",
         COMBINED,
     ),
     "combination: sums of an earlier call": Mutant(
@@ -678,7 +678,7 @@ MUTANTS = {
         LAYER,
     ),
     "layer: parts of two experts with one signal": Mutant(
-        H + "activation.cuh", "/ plan_.part_rows + i64(expert),", "/ plan_.part_rows,", LAYER
+        H + "activation.cuh", "/ plan_.part_rows + i64(expert);", "/ plan_.part_rows;", LAYER
     ),
     "layer: gate and other half": Mutant(
         H + "activation.cuh", "? silu(gate) * sum", "? silu(sum) * gate", LAYER

@@ -55,6 +55,7 @@ inline bool any_of_warps(u32 id, u32 threads, bool verdict) { return block().syn
 inline void sync_warps(u32 id, u32 threads) { block().sync(id, threads, false); }
 inline void arrive_for_warps(u32 id, u32 threads) { block().arrive(id, threads); }
 
+inline void prefetch_map(const TensorMap*) {}
 inline void barrier_init(u64* barrier, u32 arrivals) { Barrier::at(barrier).init(arrivals); }
 inline void barrier_invalidate(u64* barrier) { Barrier::at(barrier).invalidate(); }
 inline void fence_barrier_init() {}

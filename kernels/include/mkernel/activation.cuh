@@ -70,7 +70,8 @@ private:
     // No parts of two experts have one number: each expert starts one further than the rows before it say.
     MK_DEVICE u64 index(u64 expert, i64 row, i64 column) const {
         const i64 first = plan_.expert_offsets[expert], rows = plan_.expert_offsets[expert + 1] - first;
-        const i64 before = first / plan_.part_rows + i64(expert), height = tile_height(u32(rows), plan_.tile);
+        const i64 before = first / plan_.part_rows + i64(expert);
+        const i64 height = tile_height(u32(rows), u32(plan_.tile.rows), u32(plan_.tile.row_step));
         const i64 across = ceil_div(plan_.inner, plan_.part_columns);
         return u64((before + row / (height < plan_.part_rows ? height : plan_.part_rows)) * across + column / plan_.part_columns);
     }
@@ -101,7 +102,7 @@ public:
 
     MK_DEVICE T transform(Acc sum) const { return narrow<T>(activate<kind>(sum)); }
     MK_DEVICE T transform(Acc gate, Acc sum) const { return narrow<T>(activate<kind>(sum, gate)); }
-    MK_DEVICE const TensorMap* map(const Tile&, i64) const { return nullptr; }
+    MK_DEVICE const TensorMap* map(const Tile&, u32) const { return nullptr; }
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed stored) const {
         FinishedParts(launch, *plan_).finish(part, stored);

@@ -493,10 +493,10 @@ private:
 };
 
 // Rows of the tiles of an expert: as few tiles as may be, of equal height where that may be less, but for the last one.
-MK_DEVICE u32 tile_height(u32 rows, const TileShape& tile) {
-    const u32 most = u32(tile.rows), step = u32(tile.row_step), blocks = (rows + most - 1) / most;
+MK_DEVICE u32 tile_height(u32 rows, u32 most, u32 step) {
+    const u32 blocks = ceil_div(rows, most);
     if (step == 0 || blocks == 0) return most;
-    return ((rows + blocks - 1) / blocks + step - 1) / step * step;
+    return ceil_div(ceil_div(rows, blocks), step) * step;
 }
 
 // The tiles of one agent out of `agents`: expert by expert, so that the weights of each are read once; within it a group
@@ -508,8 +508,9 @@ public:
 
     MK_DEVICE ExpertTiles(const i64* offsets, u64 experts, i64 columns, TileShape tile, u64 agent, u64 agents,
                           bool pairs = false)
-        : offsets_(offsets), columns_(columns), tile_(tile), experts_(u32(experts)), agent_(u32(agent)),
-          agents_(u32(agents)), pairs_(pairs) {}
+        : offsets_(offsets), columns_(u32(columns)), tile_rows_(u32(tile.rows)), row_step_(u32(tile.row_step)),
+          tile_columns_(u32(tile.columns)), across_(ceil_div(columns_, tile_columns_)), experts_(u32(experts)),
+          agent_(u32(agent)), agents_(u32(agents)), pairs_(pairs) {}
 
     class Iterator {
     public:
@@ -518,10 +519,10 @@ public:
             settle();
         }
         MK_DEVICE Tile operator*() const {
-            const u32 group = RingTiles::group, across = tiles_.across(), blocks = tiles_.blocks(expert_);
+            const u32 group = RingTiles::group, across = tiles_.across_, blocks = tiles_.blocks(expert_);
             const u32 first = index_ / (group * across) * group, rest = index_ - first * across;
             const u32 height = blocks - first < group ? blocks - first : group;
-            const Range columns = block(rest / height, tiles_.tile_.columns, tiles_.columns_);
+            const Range columns = block(rest / height, tiles_.tile_columns_, tiles_.columns_);
             const i64 shift = second_ ? tiles_.columns_ : 0;
             return {expert_, block(first + rest % height, height_, tiles_.rows(expert_)),
                     {columns.begin + shift, columns.end + shift}};
@@ -538,9 +539,9 @@ public:
     private:
         MK_DEVICE void settle() {
             for (; expert_ < tiles_.experts_; ++expert_) {
-                const u32 count = tiles_.blocks(expert_) * tiles_.across();
+                const u32 count = tiles_.blocks(expert_) * tiles_.across_;
                 if (index_ < count) {
-                    height_ = tile_height(u32(tiles_.rows(expert_)), tiles_.tile_);
+                    height_ = tile_height(tiles_.rows(expert_), tiles_.tile_rows_, tiles_.row_step_);
                     return;
                 }
                 index_ -= count;
@@ -554,13 +555,11 @@ public:
     MK_DEVICE Iterator end() const { return {*this, experts_, 0}; }
 
 private:
-    MK_DEVICE i64 rows(u32 expert) const { return offsets_[expert + 1] - offsets_[expert]; }
-    MK_DEVICE u32 blocks(u32 expert) const { return u32(ceil_div(rows(expert), tile_.rows)); }
-    MK_DEVICE u32 across() const { return u32(ceil_div(columns_, tile_.columns)); }
+    MK_DEVICE u32 rows(u32 expert) const { return u32(offsets_[expert + 1] - offsets_[expert]); }
+    MK_DEVICE u32 blocks(u32 expert) const { return ceil_div(rows(expert), tile_rows_); }
 
     const i64* offsets_;
-    i64 columns_;
-    TileShape tile_;
+    u32 columns_, tile_rows_, row_step_, tile_columns_, across_;
     u32 experts_, agent_, agents_;
     bool pairs_;
 };

@@ -45,9 +45,9 @@ public:
         const u32 all = u32(rows_of(source)), chunk_rows = u32(plan_.chunk_rows);
         const u32 terms = u32(plan_.k), chunk_k = u32(plan_.chunk_k), first_chunk = u32(plan_.first_chunk[source]);
         const bool by_columns = plan_.by_columns;
-        const u32 panels = u32(ceil_div(terms, chunk_k)), first = u32(phase.begin) / chunk_k;
-        const u32 last = u32(ceil_div(phase.end, chunk_k)), depth = (last < panels ? last : panels) - first;
-        const u32 blocks = u32(ceil_div(all, chunk_rows)), group = u32(ceil_div(together, chunk_rows));
+        const u32 panels = ceil_div(terms, chunk_k), first = u32(phase.begin) / chunk_k;
+        const u32 last = ceil_div(u32(phase.end), chunk_k), depth = (last < panels ? last : panels) - first;
+        const u32 blocks = ceil_div(all, chunk_rows), group = ceil_div(u32(together), chunk_rows);
         const u32 members = u32(agents);
         u32 i = (u32(agent) + members - next_) % members;
         for (; i < blocks * depth; i += members) {
@@ -112,10 +112,11 @@ private:
 
     // Of the chunks that hold these rows and this part of k.
     MK_DEVICE Signals signals_of(u64 source, Range rows, Range k) const {
-        const u32 panels = u32(ceil_div(plan_.k, plan_.chunk_k)), panel = u32(k.begin / plan_.chunk_k);
-        const u32 row = u32(rows.begin / plan_.chunk_rows);
+        const u32 chunk_k = u32(plan_.chunk_k), chunk_rows = u32(plan_.chunk_rows);
+        const u32 panels = ceil_div(u32(plan_.k), chunk_k), panel = u32(k.begin) / chunk_k;
+        const u32 row = u32(rows.begin) / chunk_rows;
         return {plan_.arrived + plan_.first_chunk[source] + row * panels + panel,
-                u32(ceil_div(rows.end, plan_.chunk_rows)) - row, u32(ceil_div(k.end, plan_.chunk_k)) - panel, panels};
+                ceil_div(u32(rows.end), chunk_rows) - row, ceil_div(u32(k.end), chunk_k) - panel, panels};
     }
 
     Launch& launch_;

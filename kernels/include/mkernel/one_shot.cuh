@@ -124,7 +124,7 @@ public:
     MK_DEVICE Tell(const OneShotPlan& plan) : plan_(&plan) {}
 
     MK_DEVICE Acc transform(Acc sum) const { return sum; }
-    MK_DEVICE const TensorMap* map(const Tile&, i64) const { return nullptr; }
+    MK_DEVICE const TensorMap* map(const Tile&, u32) const { return nullptr; }
     MK_DEVICE i64 first_row(const Tile& piece) const { return piece.rows.begin; }
 
     // Who gets nothing of a tile may have ended this call.

@@ -326,6 +326,9 @@ MK_DEVICE void acquire_map(const TensorMap* map) {
         "}" ::"l"(map) : "memory");
 }
 
+// Before it is used: the copy engine reads the map meanwhile.
+MK_DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // What is known to have been written to global memory may be read by bulk and tensor copies.
 MK_DEVICE void fence_global_to_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

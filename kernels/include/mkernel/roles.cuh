@@ -106,10 +106,11 @@ private:
 
     // Test hook: a role that starts late, by a time that differs from call to call and from agent to agent.
     MK_DEVICE void delay() const {
-        u64 most = world().delay_ns[role()];
+        if (world().delay_seed == 0) return;
+        const u64 most = world().delay_ns[role()];
         if (most == 0) return;
         u64 mixed = (world().delay_seed + generation() * 0x9e3779b97f4a7c15 + agent().index()) * 0xbf58476d1ce4e5b9;
-        u64 until = now_ns() + (mixed >> 20) % most;
+        u64 until = now_ns() + ((mixed >> 32) * most >> 32);
         for (u32 spins = 0; now_ns() < until; ++spins) pause(spins);
     }
 

@@ -92,9 +92,17 @@ class Completed {
 class Context {
 public:
     MK_DEVICE Context(World* world, u64 role)
-        : world_(*world), generation_(*world->generation + 1), role_(role), agent_(Agent::current()) {
+        : world_(*world), role_(u32(role)), agent_(Agent::current()) {
+        // All loads are under way before the first is waited for.
+        u64* const running = world->running;
+        const u64 *const failures = world->failures, *const last = world->generation;
+        // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
+        const u64 other = agent_.index() == 0 && agent_.lane() == 0 ? exchange(running, 1) : 0;
+        const u64 failed = load_relaxed(failures);
+        generation_ = u32(*last) + 1;
         const Span span(*this, agent_.lane() == 0, Traced::enter, rank());
-        live_ = agent_.broadcast(enter());
+        live_ = agent_.broadcast(
+            failed == 0 && (other == 0 || fail(Reason::concurrent, {Awaited::turn, rank(), 0}, 0, other, 0)));
     }
 
     MK_DEVICE const World& world() const { return world_; }
@@ -103,7 +111,7 @@ public:
     MK_DEVICE u64 size() const { return world_.size; }
     MK_DEVICE u64 role() const { return role_; }
     MK_DEVICE u64 generation() const { return generation_; }
-    MK_DEVICE u64 target(u64 progress) const { return generation_ << 32 | progress; }
+    MK_DEVICE u64 target(u64 progress) const { return generation() << 32 | progress; }
 
     // False once a wait of this agent has failed, or any of an earlier launch, behind which this one was queued: it
     // raises nothing any more, and what it still stores is NaN.
@@ -312,6 +320,7 @@ private:
     // Who is awaited, or whoever has got less far: those who have entered may wait for that one themselves.
     MK_DEVICE u64 last_of_all(u64 awaited) const {
         u64 last = awaited == everyone ? rank() : awaited;
+        MK_NO_UNROLL
         for (u32 peer = 0; peer < u32(size()) && phase_of(last) > Phase::outside; ++peer)
             if (phase_of(peer) < phase_of(last)) last = peer;
         // One of another node shows by way of its gateway here, which may be who has not come.
@@ -322,13 +331,6 @@ private:
     // Whether nothing can come any more: of a launch that has ended well all comes, though the network may tell it later.
     MK_DEVICE bool closed(u64 peer) const {
         return peer != everyone && load_acquire(&world_.pages[peer]->closed) - 1 < generation_;
-    }
-
-    // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
-    MK_DEVICE bool enter() {
-        u64 other = agent_.index() == 0 && agent_.lane() == 0 ? exchange(world_.running, generation_) : 0;
-        if (load_relaxed(world_.failures)) return false;
-        return other == 0 || fail(Reason::concurrent, {Awaited::turn, rank(), 0}, 0, other, 0);
     }
 
     // Another rank or agent has failed: it has written why.
@@ -372,8 +374,7 @@ protected:
 
 private:
     const World& world_;
-    u64 generation_;
-    u64 role_;
+    u32 generation_, role_;  // signals have 32 bits for the one
     bool live_;
 
 protected:

@@ -104,9 +104,9 @@ public:
     template <class Acc>
     MK_DEVICE T transform(Acc sum) const { return narrow<T>(sum); }
 
-    // Where a box of rows may be stored through a map; its last rows may be others than the tile's, so not everywhere.
-    MK_DEVICE const TensorMap* map(const Tile& tile, i64 box_rows) const {
-        bool whole = tile.rows.size() == box_rows || first_row(tile) + tile.rows.size() == rows_;
+    // Where boxes of so many rows may be stored through a map; the last rows may be others than the tile's, so not everywhere.
+    MK_DEVICE const TensorMap* map(const Tile& tile, u32 box_rows) const {
+        const bool whole = u32(tile.rows.size()) % box_rows == 0 || first_row(tile) + tile.rows.size() == rows_;
         return to_->mapped && whole ? &to_->map : nullptr;
     }
     MK_DEVICE i64 first_row(const Tile& tile) const {

@@ -36,7 +36,7 @@ extern __shared__ __align__(1024) u8 dynamic_shared[];
 // The threads that act as one: a whole block, or of it the caller's warp (warp()) or a single thread (alone()).
 class Agent {
 public:
-    static MK_DEVICE Agent current() { return Agent(threadIdx.x, blockDim.x); }
+    static MK_DEVICE Agent current() { return Agent(threadIdx.x, MK_THREADS); }
     static constexpr u32 warps = MK_THREADS / 32;
     static MK_DEVICE Agent warp() { return Agent(threadIdx.x % 32, 32); }
     MK_DEVICE Agent alone() const { return Agent(0, 1); }
@@ -136,6 +136,11 @@ MK_DEVICE u64 fetch_add(u64* word, u64 value) {
 }
 
 // These order nothing else.
+MK_DEVICE u64 count_up(u64* word) {
+    u64 old;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(old) : "l"(word) : "memory");
+    return old;
+}
 MK_DEVICE u64 exchange(u64* word, u64 value) {
     u64 old;
     asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(old) : "l"(word), "l"(value) : "memory");

@@ -99,6 +99,8 @@ inline void load_pair(const u64* words, u64& first, u64& second) {
     second = load_relaxed(words + 1);
 }
 inline u64 fetch_add(u64* word, u64 value) { return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL); }
+// Relaxed on a GPU, where what was read before is known to have been read: ThreadSanitizer goes by order alone.
+inline u64 count_up(u64* word) { return fetch_add(word, 1); }
 inline u64 exchange(u64* word, u64 value) { return __atomic_exchange_n(word, value, __ATOMIC_RELAXED); }
 inline bool compare_exchange(u64* word, u64 expected, u64 value) {
     return __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

@@ -202,26 +202,27 @@ struct Network {
     Staging* staging; // null where cards reach the memory of kernels
 };
 
-// A communicator, as its kernels see it. Arrays have one entry per rank.
+// A communicator, as its kernels see it. Arrays have one entry per rank. What every launch reads comes first, in one line
+// of the cache: the first four words when it starts, the next when it ends.
 struct World {
+    u64* generation;  // of the last kernel that ended well
+    u64* running;     // 1 while a kernel has not ended well, or 0
+    u64* failures;    // agents whose wait failed: the first one writes the record, and no launch follows
+    u64 delay_seed;   // test hook: each agent starts up to delay_ns[its role] late; 0: none does
     u64 rank;
     u64 size;
-    u64 node_begin;  // the first rank of this node
+    u64* counters;    // two banks of 1 + size
+    HostPage** pages;
+    u64 node_begin;   // the first rank of this node
     u64 node_size;
     Network* network;  // null if there is one node
+    Inbox* inbox;      // [peer]: what the peer tells this rank
+    Inbox** outbox;    // [peer]: this rank's inbox at the peer
+    void** segments;   // [segment * size + rank]
+    u64* looked;       // when one of the waiting agents last looked at host memory for all
+    u64* bytes_from_peers;
     u64 entry_timeout_ns;     // 0: no limit
     u64 progress_timeout_ns;  // 0: no limit
-    u64* generation;          // of the last kernel that ended well
-    u64* running;             // the generation of a kernel that has not ended well, or 0
-    u64* counters;            // two banks of 1 + size
-    u64* looked;              // when one of the waiting agents last looked at host memory for all
-    u64* failures;            // agents whose wait failed: the first one writes the record, and no launch follows
-    u64* bytes_from_peers;
-    Inbox* inbox;             // [peer]: what the peer tells this rank
-    Inbox** outbox;           // [peer]: this rank's inbox at the peer
-    HostPage** pages;
-    void** segments;          // [segment * size + rank]
-    u64 delay_seed;           // test hook: each agent starts up to delay_ns[its role] late
     u64 delay_ns[8];
     Trace* trace;             // of traced launches
 };

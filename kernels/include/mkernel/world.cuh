@@ -112,15 +112,21 @@ public:
         const Span span(*this, agent().lane() == 0, Traced::finish, rank());
         agent().sync();
         if (!live() || agent().lane() != 0) return;
-        if (fetch_add(counter(0), 1) + 1 != agent().count()) return;
+        // Looked up first: each look takes long, and may be under way together with the others.
+        u64 *const next = bank(generation() + 1, 0), *const running = world().running, *const last = world().generation;
+        const u64 counters = 1 + size();
+        // Agents that stage read, behind this count, what others have done. Nobody else does: whoever counts has already
+        // read what is overwritten here, and the end of the launch publishes all results.
+        const u64 before = several_nodes ? fetch_add(counter(0), 1) : count_up(counter(0));
+        if (before + 1 != agent().count()) return;
         for (u64 i = 1; i < node().size; ++i) {
             u64 peer = neighbour(i);
             Subject read{Awaited::read, peer, 0};
             if (!wait(agent().alone(), &world().inbox[peer].read, 1, read)) return;
         }
-        for (u64 i = 0; i <= size(); ++i) *bank(generation() + 1, i) = 0;  // the next launch finds its bank clear
-        *world().running = 0;
-        *world().generation = generation();
+        for (u64 i = 0; i < counters; ++i) next[i] = 0;  // the next launch finds its bank clear
+        *running = 0;
+        *last = generation();
     }
 
     // Whether all agents have finished but so many.

@@ -234,33 +234,40 @@ public:
         Sink sink;
     };
 
-    static MK_DEVICE void init(Shared& shared, const Schedule& schedule, const Sink& sink, bool live) {
-        each_barrier(shared, [](u64* barrier, u32 arrivals) { ptx::barrier_init(barrier, arrivals); });
-        ptx::fence_barrier_init();
-        ptx::fence_shared_to_async();  // what threads wrote here before
-        shared.failed = !live;
-        shared.schedule = schedule;
-        shared.sink = sink;
+    // By a thread of each warp: what initialises a barrier takes its address from a uniform register.
+    static MK_DEVICE void init(Shared& shared, u32 warp, const Schedule& schedule, const Sink& sink, bool live) {
+        if (ptx::elect()) {
+            each_barrier(shared, warp, MK_THREADS / 32,
+                         [](u64* barrier, u32 arrivals) { ptx::barrier_init(barrier, arrivals); });
+            ptx::fence_barrier_init();
+            ptx::fence_shared_to_async();  // what threads wrote here before
+        }
+        if (threadIdx.x == MK_THREADS - 1) {
+            shared.failed = !live;
+            shared.schedule = schedule;
+            shared.sink = sink;
+        }
     }
 
     // The memory may be used again.
     static MK_DEVICE void retire(Shared& shared) {
-        each_barrier(shared, [](u64* barrier, u32) { ptx::barrier_invalidate(barrier); });
+        each_barrier(shared, threadIdx.x, MK_THREADS, [](u64* barrier, u32) { ptx::barrier_invalidate(barrier); });
     }
 
+    // One of so many visitors, which take turns: one alone takes long.
     template <class Visit>
-    static MK_DEVICE void each_barrier(Shared& shared, Visit visit) {
-        for (u32 i = 0; i < stages; ++i) {
-            visit(&shared.loaded[i], 1 + (gathers ? 32 : 0));
-            visit(&shared.used[i], cluster * consumers * 4);  // each of their warps
-        }
-        for (u32 i = 0; i < consumers; ++i) {
-            for (u32 j = 0; j < strips; ++j) {
-                visit(&shared.ready[i][j], 4);
-                visit(&shared.stored[i][j], 1);
-            }
-            visit(&shared.awaited[i], 1);
-        }
+    static MK_DEVICE void each_barrier(Shared& shared, u32 visitor, u32 visitors, Visit visit) {
+        u32 i = visitor;  // among those that are left
+        auto some = [&](u64* barriers, u32 count, u32 arrivals) {
+            MK_NO_UNROLL
+            for (; i < count; i += visitors) visit(barriers + i, arrivals);
+            i -= count;
+        };
+        some(shared.loaded, stages, 1 + (gathers ? 32 : 0));
+        some(shared.used, stages, cluster * consumers * 4);  // each of their warps
+        some(shared.ready[0], consumers * strips, 4);
+        some(shared.stored[0], consumers * strips, 1);
+        some(shared.awaited, consumers, 1);
     }
 
     static MK_DEVICE void fail(Shared& shared) { *const_cast<volatile bool*>(&shared.failed) = true; }
@@ -709,6 +716,9 @@ public:
         Tile sent{};
         bool unsaid = false;
         u32 behind = 0;  // strips since
+        const TensorMap *map = nullptr, *acquired = nullptr;  // of a part, if there is one, and the last one
+        bool all = false;  // pieces may be stored through it, not only those of 64 rows
+        i64 shift = 0;  // from a row of the part to the map's
 
         MK_DEVICE void free_oldest() {
             wait_stores<false>(--unread);
@@ -731,29 +741,41 @@ public:
         template <class Start>
         MK_DEVICE void each_strip(const Tile& part, u32 across, u32 wide, Start start) {
 #pragma unroll 1
-            for (u32 i = 0; i < down(part) * across; ++i, turn.advance()) {
-                const Tile piece{part.source, part_of(part.rows, i / across * strip_rows, strip_rows),
-                                 part_of(part.columns, i % across * wide, wide)};
+            for (u32 i = 0, row = 0, column = 0; i < down(part) * across; ++i, turn.advance()) {
+                const Tile piece{part.source, part_of(part.rows, row * strip_rows, strip_rows),
+                                 part_of(part.columns, column * wide, wide)};
+                if (++column == across) column = 0, ++row;
                 u64* ready = &shared.ready[consumer][turn.slot];
                 while (unread > 0 && !self.agent().any(ptx::completed(ready, turn.parity))) free_oldest();
                 ptx::wait(ready, turn.parity);
                 const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
-                if (!empty) start(piece, shared.staged[consumer][turn.slot], i);
+                if (!empty) start(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
                 __syncwarp();
                 ptx::commit_stores();
                 ++unread, ++behind;
             }
         }
 
-        // Starts to store a piece through a map, if there is one.
+        // Whether the pieces of a part are stored through a map, before they are there.
         template <class To>
-        MK_DEVICE bool store_mapped(const To& to, const Tile& piece, const u8* staged) const {
-            const TensorMap* map = to.map(piece, strip_rows);
-            if (map && self.agent().lane() == 0) {
-                ptx::acquire_map(map);
-                ptx::store_box(map, staged, i32(piece.columns.begin), i32(to.first_row(piece)));
-            }
-            return map != nullptr;
+        MK_DEVICE void look_up(const To& to, const Tile& part) {
+            map = to.map(part, strip_rows);
+            all = map != nullptr;
+            if (flexible && !all) map = to.map({part.source, part_of(part.rows, 0, strip_rows), part.columns}, strip_rows);
+            if (!map) return;
+            map = ptx::uniform(map);
+            shift = to.first_row(part) - part.rows.begin;
+            if (map == acquired) return;
+            if (ptx::elect()) ptx::acquire_map(map);
+            acquired = map;
+        }
+
+        // Starts to store a piece through it.
+        MK_DEVICE bool store_mapped(const Tile& piece, const u8* staged) const {
+            if (!map || !(all || piece.rows.size() == strip_rows)) return false;
+            const u32 x = ptx::uniform(u32(piece.columns.begin)), y = ptx::uniform(u32(piece.rows.begin + shift));
+            if (ptx::elect()) ptx::store_box(map, staged, i32(x), i32(y));
+            return true;
         }
     };
 
@@ -786,6 +808,7 @@ public:
                     shared.addends[consumer] = sink.addends(self, part);
                     ptx::arrive(&shared.awaited[consumer]);
                 }
+                if (own) storer.look_up(sink.results(), part);
                 const u32 wide = own ? Results::columns : Strip<typename Sink::Partial>::columns;
                 storer.each_strip(part, width(tile) / sides / wide, wide, [&](const Tile& piece, u8* staged, u32 i) {
                     if (i == 0) stored.begin();
@@ -793,18 +816,19 @@ public:
                     for (u64 to = lane; self.live() && to < receivers; to += self.agent().lanes())
                         ptx::store_bulk((to == lane ? nearest : sink.slot(self, part, to)) + i * Results::bytes, staged,
                                         Results::bytes);
-                    if (own && !storer.store_mapped(sink.results(), piece, staged))
+                    if (own && !storer.store_mapped(piece, staged))
                         sink.results().deliver(self, piece, Results{staged});
                 });
                 while (storer.unsaid) storer.free_oldest();
                 storer.sent = part, storer.unsaid = receivers > 0, storer.behind = 0;
             } else {
+                storer.look_up(sink, part);
                 const u32 wide = Strip<Out>::columns, across = (halves ? width(tile) : consumer_columns) / wide;
                 const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
                                  u32(ceil_div(part.columns.size(), wide) - 1);
                 storer.each_strip(part, across, wide, [&](const Tile& piece, u8* staged, u32 i) {
                     if (i == 0) stored.begin();
-                    if (storer.store_mapped(sink, piece, staged)) return;
+                    if (storer.store_mapped(piece, staged)) return;
                     if (has_failed(shared)) self.drop();
                     const Completed done = sink.deliver(self, piece, Strip<Out>{staged});
                     if (i == last) sink.end(self, part, done);
@@ -821,6 +845,16 @@ public:
     }
 };
 
+// Has the maps of matrices fetched that are needed soon, if they have some.
+template <class... Matrices>
+MK_DEVICE void expect(const Matrices&... matrices) {
+    if (threadIdx.x != 0) return;
+    const Matrix* const all[] = {&matrices...};
+    MK_UNROLL
+    for (const Matrix* matrix : all)
+        if (matrix->mapped) ptx::prefetch_map(&matrix->map);
+}
+
 // The interface is that of host.cuh. What this engine needs beyond it:
 //   schedule   the same for all blocks of a cluster: made of index / engine::cluster and count / engine::cluster.
 //              `halving`: whether there may be tiles of half as many columns
@@ -829,9 +863,9 @@ public:
 //              or (if k is contiguous, as 32 bits must be) by all lines of Panel::part; swizzled by 128 bytes, zeros
 //              beyond the edges; of tfloat32, copies round. A stack is one array of three dimensions. Rows that lie apart
 //              have no map, but are 16 bytes aligned
-//   sink       map(piece, 64), by which a piece of a tile is stored at row first_row(piece): boxes of 128 bytes by 64 rows,
-//              swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows; pieces 64 rows of 128 bytes,
-//              which a warp delivers
+//   sink       map(part, 64), by which the pieces of a part are stored from row first_row(part) on: boxes of 128 bytes by
+//              64 rows, swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows; pieces 64 rows of
+//              128 bytes, which a warp delivers
 //   sink       with takes_fragments<Sink>, and ranks of one node, strips of a part go to slot(launch, part, i), one behind
 //              the other, of each of its receivers(launch, part); end() then tells those. Others' parts, not is_own(launch,
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part),
@@ -856,7 +890,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         keep_in_memory(source);
         keep_in_memory(gate);
     }
-    if (threadIdx.x == 0) Engine::init(shared, schedule, sink, launch.live());
+    Engine::init(shared, warp, schedule, sink, launch.live());
     Engine::sync();
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers>();
@@ -876,7 +910,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         ptx::shrink_registers<launch_registers>();
     }
     Engine::sync();  // no block leaves while its neighbour may still write to it
-    if (threadIdx.x == 0) Engine::retire(shared);
+    Engine::retire(shared);
     if (shared.failed) launch.drop();
     __syncthreads();
 }

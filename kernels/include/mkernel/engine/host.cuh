@@ -84,6 +84,10 @@ MK_NO_THREAD_SANITIZER void multiply_add(Acc* c, const Acc* a, const Acc* b, i64
         }
 }
 
+// Says which matrices are needed soon, where an engine can do something about it.
+template <class... Matrices>
+MK_DEVICE void expect(const Matrices&...) {}
+
 // Multiplies the tiles of a schedule, `depth` terms each.
 //   source(tile)             Rows or ListedRows: those of A
 //   b                        a Matrix, or a MatrixStack; of an engine that pairs columns, also a PairedStack, whose sums go

@@ -406,6 +406,9 @@ private:
     }
 };
 
+template <class... Matrices>
+MK_DEVICE void expect(const Matrices&...) {}
+
 // The interface is that of host.cuh, but nobody has time for anything meanwhile: a plan has movers. The gate is asked for
 // each panel, in order and ahead of the arithmetic, by warp 0. May be called again and again.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
