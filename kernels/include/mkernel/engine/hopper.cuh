@@ -63,9 +63,11 @@ constexpr u32 strip_rows = Strip<u8>::rows;        // of one matrix instruction
 constexpr u32 row_step = 16, row_box = 32;         // flexible rows of a tile are multiplied, and loaded, so many at a time
 
 // Registers of a thread: what one warpgroup gives up the others get, and a block waits for ever for more than it has.
-constexpr u32 launch_registers = 65536 / MK_THREADS / 8 * 8, producer_registers = 112, consumer_registers = 192;
+constexpr u32 launch_registers = 65536 / MK_THREADS / 8 * 8;
+template <class Sink> constexpr u32 consumer_registers = tells_sums<Sink> ? 200 : 192;  // who tells sums looks up more
+template <class Sink>
+constexpr u32 producer_registers = (1 + consumers) * launch_registers - consumers * consumer_registers<Sink>;
 
-static_assert(producer_registers + consumers * consumer_registers <= (1 + consumers) * launch_registers, "registers");
 static_assert(MK_THREADS == 128 * (1 + consumers), "one warpgroup loads and stores, the others multiply");
 static_assert((flexible ? MK_TILE_COLUMNS : MK_TILE_ROWS) % (cluster * consumers * strip_rows) == 0, "equal shares");
 static_assert(!flexible || (cluster == 1 && MK_TILE_ROWS % strip_rows == 0 && MK_TILE_ROWS <= 128), "see MK_FLEXIBLE");
@@ -893,7 +895,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
     Engine::init(shared, warp, schedule, sink, launch.live());
     Engine::sync();
     if (warpgroup == 0) {
-        ptx::shrink_registers<producer_registers>();
+        ptx::shrink_registers<producer_registers<Sink>>();
         if constexpr (!Engine::gathers)
             if (warp == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
         if (warp > 0 && warp <= consumers) Engine::store(shared, launch.as(launch.agent().warp()), warp - 1);
@@ -905,7 +907,7 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         __syncwarp();
         ptx::grow_registers<launch_registers>();  // what follows is written for all threads
     } else {
-        ptx::grow_registers<consumer_registers>();
+        ptx::grow_registers<consumer_registers<Sink>>();
         Engine::consume(shared, launch, warpgroup - 1, depth);
         ptx::shrink_registers<launch_registers>();
     }
