@@ -567,13 +567,12 @@ def hopper_group_tile(
         time = sum(count * depth for count, depth in zip(waves, each, strict=True))
         return time * height * width / rates[most, width]
 
-    candidates = [
-        candidate
-        for candidate in hopper_group_tiles(gpu, movers, pairs=pairs)
-        if (candidate.row_step == 0) == (rows >= _LARGE_GROUP)
-    ]
+    def is_for_others(candidate: HopperTile) -> bool:
+        return (candidate.row_step == 0) != (rows >= _LARGE_GROUP)
+
+    candidates = sorted(hopper_group_tiles(gpu, movers, pairs=pairs), key=is_for_others)
     if options.tile is None:
-        return min(candidates, key=cost)
+        return min((tile for tile in candidates if not is_for_others(tile)), key=cost)
     *shape, gate = options.tile
     found = [t for t in candidates if t.tile[:2] == tuple(shape) and gate % 64 == 0]
     return replace(found[0], tile=options.tile) if found else None
