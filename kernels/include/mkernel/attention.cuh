@@ -239,7 +239,7 @@ public:
     MK_DEVICE StoreHeads(const Heads& to, const Heads& lse) : to_(to), lse_(lse) {}
 
     template <class Acc>
-    MK_DEVICE T transform(Acc sum, Acc total) const { return narrow<T>(sum / total); }
+    MK_DEVICE T transform(Acc mean) const { return narrow<T>(mean); }
 
     // `staged`: T* of a row and a column.
     template <class Acc, class View>

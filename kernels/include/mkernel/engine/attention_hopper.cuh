@@ -575,22 +575,29 @@ private:
 
     // --- the finished tile: NaN if not all that it sees has arrived
 
+    // sum / total, rounded once: a division has branches, and of many each would wait for the one before.
+    static MK_DEVICE float quotient(float sum, float total, float inverse) {
+        const float about = sum * inverse, closer = fmaf(fmaf(-about, total, sum), inverse, about);
+        return closer == closer ? closer : about;  // infinity stays
+    }
+
     template <class Sink>
     static MK_DEVICE void stage(const Shared& shared, Kept& kept, u8* lines, float* log_sums, const Sink& sink) {
         const u32 lane = threadIdx.x % 32;
         const bool failed = has_failed(shared);
+        float inverse[2];
         MK_UNROLL
         for (u32 which = 0; which < 2; ++which) {
             float& total = kept.total[which];
             MK_UNROLL
             for (u32 far = 1; far < 4; far *= 2) total += __shfl_xor_sync(~0u, total, far);
+            if (failed) total = not_a_number<float>();
+            inverse[which] = 1 / total;
             if (lane % 4 == 0)
-                log_sums[which * 8 + lane / 4] =
-                    failed ? not_a_number<float>()
-                           : kept.highest[which] * shared.scale * 0.693147181f + logf(total);
+                log_sums[which * 8 + lane / 4] = kept.highest[which] * shared.scale * 0.693147181f + logf(total);
         }
         auto finished = [&](u32 i) {
-            return u32((failed ? not_a_number<T>() : sink.transform(kept.sums[i], kept.total[row_of(i)])).bits);
+            return u32(sink.transform(quotient(kept.sums[i], kept.total[row_of(i)], inverse[row_of(i)])).bits);
         };
         auto pair = [&](u32 i) { return finished(i) | finished(i + 1) << 16; };
         const u32 line = ptx::shared_address(lines) + lane % 16 * line_bytes;
