@@ -1,9 +1,9 @@
 // Attention on sm_90a, for bfloat16 and float16. A block is three warpgroups that meet in shared memory:
 //   producer   warp 0: walks over the keys, asks the gate, and has tensor copies fill one slot of a ring after another
 //              with a panel of keys or of their values; those of the next tile follow at once
-//              warp 1: has the queries of the next tile loaded, for each consumer when it has multiplied its last ones
-//   consumers  two warpgroups, each with 64 rows of a tile of queries: online softmax in registers, and the finished rows,
-//              which are stored from slots of the ring that end a tile
+//              warp 1: has a consumer's queries of the next tile loaded when it has multiplied its last ones
+//   consumers  two warpgroups, each with 64 rows of a tile of queries: online softmax in registers, and the finished
+//              rows, which pass through the slots that end a tile
 // A consumer has the scores of the next keys multiplied while it weighs: the values of the last ones are added meanwhile.
 // And consumers take turns to ask for products, so that one's weigh while the other's are multiplied.
 #pragma once
