@@ -478,6 +478,7 @@ class HopperAttentionTile:
     engine: ClassVar[str] = "hopper"
     cluster: ClassVar[int] = 1
     moves: ClassVar[bool] = False
+    strip: ClassVar[int] = 64  # queries of a consumer
 
     def shared_bytes(self, dtype: np.dtype) -> int:
         """Return the shared memory of a thread block: queries, panels, and what else there is."""

@@ -470,8 +470,8 @@ MUTANTS = {
     ),
     "attention: NaN after a failure": Mutant(
         H + "engine/attention_host.cuh",
-        "arrived ? sink.transform(sums_[i * columns_ + d], total_[i]) : not_a_number<T>()",
-        "sink.transform(sums_[i * columns_ + d], total_[i])",
+        "arrived ? sink.transform(sums_[i * columns_ + d] / total_[i]) : not_a_number<T>()",
+        "sink.transform(sums_[i * columns_ + d] / total_[i])",
         ATTENTION,
     ),
     "attention: heads of a group": Mutant(
@@ -1183,8 +1183,36 @@ HOPPER_ATTENTION = tuple(
 )
 for name, (old, new, *tests) in {
     "queries overwritten": (
-        "ptx::wait(&shared.ended, tiles.parity ^ 1);\n                if (",
+        "ptx::wait(&shared.ended[consumer], tiles.parity ^ 1);\n                    if (",
         "if (",
+    ),
+    "queries not waited for": (
+        "            ptx::wait(&shared.begun[consumer], tiles.parity);",
+        "            if (tiles.parity == 0) ptx::wait(&shared.begun[consumer], 0);",
+    ),
+    "finished rows overwritten before they are stored": (
+        "            stage(shared, kept, lines, log_sums, sink);\n"
+        "            __syncwarp();\n"
+        "            const QueryTile part = part_of(own.tile, warp_row, 16);\n"
+        "            if (part.rows.size() > 0)\n"
+        "                sink.deliver(Agent::warp(), own.unit, part, Rows{lines}, log_sums, "
+        "shared.columns);\n"
+        "            ptx::fence_shared_to_async();\n"
+        "            release(shared, end);",
+        "            release(shared, end);\n"
+        "            stage(shared, kept, lines, log_sums, sink);\n"
+        "            __syncwarp();\n"
+        "            const QueryTile part = part_of(own.tile, warp_row, 16);\n"
+        "            if (part.rows.size() > 0)\n"
+        "                sink.deliver(Agent::warp(), own.unit, part, Rows{lines}, log_sums, "
+        "shared.columns);\n"
+        "            ptx::fence_shared_to_async();",
+    ),
+    "slot for the other consumer's rows": (
+        "if (i <= own_consumer() / strips_in_slot) {",
+        "if (i < own_consumer() / strips_in_slot) {",
+        f"{EMULATED_ATTENTION[0]}::test_equals_reference"
+        "[hopper-wide-1x90+140x2+1x256-float16-causal-contiguous]",
     ),
     "slot loaded too early": ("ptx::wait(&shared.used[turn.slot], turn.parity ^ 1);", ""),
     "unit left before it is read": ("ptx::wait(&shared.loaded[slot], slot <", "(void)(slot <"),
@@ -1222,9 +1250,14 @@ for name, (old, new, *tests) in {
         "return true;",
         f"{EMULATED_ATTENTION[0]}::test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy",
     ),
+    "infinite sums": (
+        "return closer == closer ? closer : about;",
+        "return closer;",
+        f"{EMULATED_ATTENTION[0]}::test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy",
+    ),
     "NaN after a failure": (
-        "failed ? not_a_number<T>() : sink",
-        "failed ? T() : sink",
+        "if (failed) total = not_a_number<float>();",
+        "",
         f"{EMULATED_ATTENTION[0]}::test_what_does_not_arrive_leaves_nan",
     ),
 }.items():

@@ -411,14 +411,13 @@ class RingAttention(Operator):
     ) -> Any:
         runtime, plan = self._runtime, self.plan
         own = [x if self._is_readable(x.shadow) else before.put_aside(x) for x in own]
-        params, (queries, keys, _) = self._params, plan.tile
-        for name, x, lines in zip("qkv", own, (queries, keys, keys), strict=True):
+        params = self._params
+        for name, x in zip("qkv", own, strict=True):
             _set_heads(getattr(params, name), x.shadow)
             if self._mapped and x.shadow.size:
                 seen = operands.aligned_heads(x.shadow)
-                words = runtime.machine.tensor_map(
-                    x.shadow.ctypes.data, plan.dtype, *seen, self._box(lines)
-                )
+                box = self._box(self._tile.strip if name == "q" else plan.tile[1])
+                words = runtime.machine.tensor_map(x.shadow.ctypes.data, plan.dtype, *seen, box)
                 getattr(params, name).map.opaque[:] = words
         _set_heads(params.out, results[0].shadow)
         if self._spec.return_lse:

@@ -49,7 +49,8 @@ struct QueryTile {
     i64 position;  // of the first, in the sequence
 };
 
-// The query tiles of a unit, of all its heads, that are one agent's; who gets the first one changes from unit to unit.
+// The query tiles of a unit, of all its heads, that are one agent's. Who gets the first one changes from unit to unit, and
+// so does which end is first: tiles of later positions may see more keys, and agents are to have equal work.
 class QueryTiles {
 public:
     MK_DEVICE QueryTiles(const RingAttentionPlan& plan, Unit unit, u64 agent, u64 agents)
@@ -72,6 +73,7 @@ private:
     MK_DEVICE i64 blocks(const Run& run) const { return ceil_div(run.count, plan_.tile.rows); }
 
     MK_DEVICE QueryTile at(i64 index) const {
+        if (unit_.index % 2) index = tiles_ - 1 - index;
         const Run* run = plan_.queries;
         i64 number = index / plan_.group;
         for (; number >= blocks(*run); ++run) number -= blocks(*run);
@@ -239,7 +241,7 @@ public:
     MK_DEVICE StoreHeads(const Heads& to, const Heads& lse) : to_(to), lse_(lse) {}
 
     template <class Acc>
-    MK_DEVICE T transform(Acc sum, Acc total) const { return narrow<T>(sum / total); }
+    MK_DEVICE T transform(Acc mean) const { return narrow<T>(mean); }
 
     // `staged`: T* of a row and a column.
     template <class Acc, class View>

@@ -1,7 +1,9 @@
 // Attention on sm_90a, for bfloat16 and float16. A block is three warpgroups that meet in shared memory:
 //   producer   warp 0: walks over the keys, asks the gate, and has tensor copies fill one slot of a ring after another
-//              with a panel of keys or of their values
-//   consumers  two warpgroups, each with 64 rows of a tile of queries: online softmax in registers, and the finished rows
+//              with a panel of keys or of their values; those of the next tile follow at once
+//              warp 1: has a consumer's queries of the next tile loaded when it has multiplied its last ones
+//   consumers  two warpgroups, each with 64 rows of a tile of queries: online softmax in registers, and the finished
+//              rows, which pass through the slots that end a tile
 // A consumer has the scores of the next keys multiplied while it weighs: the values of the last ones are added meanwhile.
 // And consumers take turns to ask for products, so that one's weigh while the other's are multiplied.
 #pragma once
@@ -42,8 +44,10 @@ public:
     // Boxes of 64 columns, of which the last may have more than a head has: zeros.
     static constexpr u32 box_columns = line_bytes / sizeof(T), boxes = (MK_TILE_K + box_columns - 1) / box_columns;
     static constexpr u32 columns = boxes * box_columns;
-    static constexpr u32 query_box = rows * line_bytes, panel_box = keys * line_bytes;
-    static constexpr u32 queries_bytes = boxes * query_box, panel_bytes = boxes * panel_box;
+    static constexpr u32 strip_box = strip_rows * line_bytes, panel_box = keys * line_bytes;
+    static constexpr u32 strip_bytes = boxes * strip_box, panel_bytes = boxes * panel_box;
+    static constexpr u32 strips_in_slot = keys / strip_rows, ends = consumers / strips_in_slot;
+    static_assert(strips_in_slot * ends == consumers, "the slots that end a tile hold its rows");
 
     // What the queries of a tile see of a panel of keys.
     struct Order {
@@ -56,23 +60,28 @@ public:
         }
     };
 
+    // A consumer's rows of a tile.
+    struct Strip {
+        Unit unit;
+        QueryTile tile;  // may have no rows
+        bool more;       // false: this is none, and there are no more
+    };
+
     // The block's dynamic shared memory. Of each pair of barriers one says that it is full, one that it is free.
     struct alignas(1024) Shared {
-        u8 queries[queries_bytes];  // in the end the finished tile
+        u8 queries[consumers][strip_bytes];
         u8 panels[slots][panel_bytes];
         float log_sums[rows];
         Order order[slots];
         u64 loaded[slots], used[slots];
-        u64 begun, ended;  // a tile
-        float scale;       // of scores, as exponents of two; never negative
+        u64 begun[consumers], ended[consumers];  // the use of a strip's queries
+        Strip strips[consumers][2];              // by parity: while one is stored the next has begun
+        float scale;                             // of scores, as exponents of two; never negative
         bool negate;
-        bool more;    // false: no tile has begun, there are no more
         bool failed;  // a gate did not open: what is delivered from now on is NaN
         u32 columns;  // of a head
-        Unit unit;
-        QueryTile tile;
     };
-    static_assert(sizeof(Shared) <= queries_bytes + slots * panel_bytes + 1024, "Python asks for so much");
+    static_assert(sizeof(Shared) <= consumers * strip_bytes + slots * panel_bytes + 1024, "Python asks for so much");
 
     static MK_DEVICE void init(Shared& shared, const RingAttentionPlan& plan, bool live) {
         each_barrier(shared, [](u64* barrier, u32 arrivals) { ptx::barrier_init(barrier, arrivals); });
@@ -92,75 +101,98 @@ public:
     static MK_DEVICE bool has_failed(const Shared& shared) { return *const_cast<const volatile bool*>(&shared.failed); }
 
     template <class Source, class Gate, class Leave>
-    static MK_DEVICE void produce(Shared& shared, const Launch& launch, const RingAttentionPlan& plan, const Heads& q,
+    static MK_DEVICE void produce(Shared& shared, const Launch& launch, const RingAttentionPlan& plan,
                                   const Source& source, const Gate& gate, const Leave& leave) {
         const Agent warp = launch.agent().warp();
         const Mask mask(plan);
         Turn<slots> turn;
-        Turn<1> tiles;
-        keep_in_memory(tiles);
         if (ptx::elect()) ptx::acquire_map(&plan.window.map);
+        auto leave_read = [&](Unit unit) {
+            for (u32 slot = 0; slot < slots; ++slot)  // all that was asked for has been read
+                ptx::wait(&shared.loaded[slot], slot < turn.slot ? turn.parity : turn.parity ^ 1);
+            leave(warp, unit);
+        };
+        Unit before{};
+        bool stays = false;  // in that unit, and in those without a tile before it
+        keep_in_memory(before);
         for (Unit unit : Units(plan)) {
             QueryTiles own(plan, unit, launch.member(), launch.members());
             keep_in_memory(unit);
             keep_in_memory(own);
             for (QueryTile tile : own) {
                 keep_in_memory(tile);
-                const Boxes queries(panel_of<T>(q, unit.batch, tile.head, tile.rows.begin));
-                ptx::wait(&shared.ended, tiles.parity ^ 1);
-                if (ptx::elect()) {
-                    shared.unit = unit, shared.tile = tile, shared.more = true;
-                    ptx::arrive_expect(&shared.begun, queries_bytes);
-                    queries.template load<query_box>(shared.queries, 0, &shared.begun);
-                }
+                if (stays) leave_read(before);
+                stays = false;
                 if (!has_failed(shared)) walk(shared, plan, mask, turn, unit, tile, warp, source, gate);
-                give_nothing(shared, turn);
+                for (u32 i = 0; i < ends; ++i) give_nothing(shared, turn);
+            }
+            before = unit, stays = true;
+        }
+        if (stays) leave_read(before);
+    }
+
+    // Gives each consumer its rows of a tile of queries, when it needs those before no more.
+    static MK_DEVICE void load_queries(Shared& shared, const Launch& launch, const RingAttentionPlan& plan,
+                                       const Heads& q) {
+        Turn<1> tiles;
+        for (Unit unit : Units(plan)) {
+            QueryTiles own(plan, unit, launch.member(), launch.members());
+            for (QueryTile tile : own) {
+                const Boxes queries(panel_of<T>(q, unit.batch, tile.head, tile.rows.begin));
+                for (u32 consumer = 0; consumer < consumers; ++consumer) {
+                    const u32 first_row = consumer * strip_rows;
+                    u64* const begun = &shared.begun[consumer];
+                    ptx::wait(&shared.ended[consumer], tiles.parity ^ 1);
+                    if (ptx::elect()) {
+                        shared.strips[consumer][tiles.parity] = {unit, part_of(tile, first_row, strip_rows), true};
+                        ptx::arrive_expect(begun, strip_bytes);
+                        queries.template load<strip_box>(shared.queries[consumer], first_row, begun);
+                    }
+                    __syncwarp();
+                }
                 tiles.advance();
             }
-            for (u32 slot = 0; slot < slots; ++slot)  // all that was asked for has been read
-                ptx::wait(&shared.loaded[slot], slot < turn.slot ? turn.parity : turn.parity ^ 1);
-            leave(warp, unit);
         }
-        ptx::wait(&shared.ended, tiles.parity ^ 1);
-        if (ptx::elect()) {
-            shared.more = false;
-            ptx::arrive(&shared.begun);
+        for (u32 consumer = 0; consumer < consumers; ++consumer) {
+            ptx::wait(&shared.ended[consumer], tiles.parity ^ 1);
+            if (ptx::elect()) {
+                shared.strips[consumer][tiles.parity].more = false;
+                ptx::arrive(&shared.begun[consumer]);
+            }
+            __syncwarp();
         }
     }
 
     template <class Sink>
     static MK_DEVICE void consume(Shared& shared, const Launch& launch, const Sink& sink) {
-        const u32 consumer = own_consumer();
-        const u32 first_row = consumer * strip_rows, warp_row = first_row + threadIdx.x / 32 % 4 * 16;
+        const u32 consumer = own_consumer(), warp_row = threadIdx.x / 32 % 4 * 16;
         const bool leads = threadIdx.x % 128 == 0;
         Turn<slots> turn;
         Turn<1> tiles;
         if (consumer == consumers - 1) pass_turn();
         for (;; tiles.advance()) {
-            ptx::wait(&shared.begun, tiles.parity);
-            if (!shared.more) break;
-            const i64 rest = shared.tile.rows.size() - first_row;
-            if (rest <= 0) {
-                idle(shared, turn);
-            } else {
-                const Tile traced{launch.rank(), part_of(shared.tile, first_row, strip_rows).rows,
-                                  {shared.tile.head, shared.tile.head + 1}};
-                Kept kept;
-                Span computed(launch, leads, Traced::compute, traced);
-                attend(shared, kept, turn);
-                computed.end();
-                const Span stored(launch, leads, Traced::store, traced);
-                ptx::sync_warps(1 + consumer, 128);  // none reads its queries any more
-                stage(shared, kept, warp_row, sink);
-                __syncwarp();
-                const QueryTile part = part_of(shared.tile, warp_row, 16);
-                if (part.rows.size() > 0)
-                    sink.deliver(Agent::warp(), shared.unit, part, Rows{shared.queries + warp_row * line_bytes},
-                                 shared.log_sums + warp_row, shared.columns);
-                ptx::fence_shared_to_async();
+            ptx::wait(&shared.begun[consumer], tiles.parity);
+            const Strip& own = shared.strips[consumer][tiles.parity];
+            if (!own.more) break;
+            if (own.tile.rows.size() <= 0) {
+                release(shared, idle(shared, turn));
+                continue;
             }
+            const Tile traced{launch.rank(), own.tile.rows, {own.tile.head, own.tile.head + 1}};
+            Kept kept;
+            Span computed(launch, leads, Traced::compute, traced);
+            const Turn<slots> end = attend(shared, kept, turn);
+            computed.end();
+            const Span stored(launch, leads, Traced::store, traced);
+            u8* const lines = shared.panels[end.slot] + consumer % strips_in_slot * strip_bytes + warp_row * line_bytes;
+            float* const log_sums = shared.log_sums + consumer * strip_rows + warp_row;
+            stage(shared, kept, lines, log_sums, sink);
             __syncwarp();
-            if (threadIdx.x % 32 == 0) ptx::arrive(&shared.ended);
+            const QueryTile part = part_of(own.tile, warp_row, 16);
+            if (part.rows.size() > 0)
+                sink.deliver(Agent::warp(), own.unit, part, Rows{lines}, log_sums, shared.columns);
+            ptx::fence_shared_to_async();
+            release(shared, end);
         }
     }
 
@@ -189,7 +221,7 @@ private:
         u8* lines;
         MK_DEVICE T* operator()(i64 row, i64 column) const {
             const u32 line = u32(row), at = u32(column) % box_columns * u32(sizeof(T));
-            return reinterpret_cast<T*>(lines + u32(column) / box_columns * query_box + line * line_bytes +
+            return reinterpret_cast<T*>(lines + u32(column) / box_columns * strip_box + line * line_bytes +
                                         ((at / 16) ^ line % 8) * 16 + at % 16);
         }
         MK_DEVICE bool in_words() const { return true; }
@@ -201,8 +233,10 @@ private:
             visit(&shared.loaded[i], 1);
             visit(&shared.used[i], consumers * 4);  // each of their warps
         }
-        visit(&shared.begun, 1);
-        visit(&shared.ended, consumers * 4);
+        for (u32 consumer = 0; consumer < consumers; ++consumer) {
+            visit(&shared.begun[consumer], 1);
+            visit(&shared.ended[consumer], 4);
+        }
     }
 
     static MK_DEVICE QueryTile part_of(const QueryTile& tile, u32 offset, u32 length) {
@@ -302,23 +336,22 @@ private:
         return now;
     }
 
-    // Takes all panels of a tile that ends before this consumer's rows.
-    static MK_DEVICE void idle(Shared& shared, Turn<slots>& turn) {
-        for (;;) {
-            const Turn<slots> key = next(turn);
-            ptx::wait(&shared.loaded[key.slot], key.parity);
-            const bool last = shared.order[key.slot].lines == 0;
+    // Takes all panels of a tile that ends before this consumer's rows. Returns what attend() does.
+    static MK_DEVICE Turn<slots> idle(Shared& shared, Turn<slots>& turn) {
+        Turn<slots> key;
+        while (begin(shared, turn, key)) {
             release(shared, key);
-            if (last) return;
             take_turn();
             pass_turn();
             const Turn<slots> value = next(turn);
             ptx::wait(&shared.loaded[value.slot], value.parity);
             release(shared, value);
         }
+        return own_end(shared, turn, key);
     }
 
-    static MK_DEVICE void attend(Shared& shared, Kept& kept, Turn<slots>& turn) {
+    // Returns the slot for this consumer's finished rows.
+    static MK_DEVICE Turn<slots> attend(Shared& shared, Kept& kept, Turn<slots>& turn) {
         Weights weights;
         MK_UNROLL
         for (u32 i = 0; i < columns / 2; ++i) kept.sums[i] = 0;
@@ -340,17 +373,34 @@ private:
             ptx::multiply_wait<0>();
             ptx::results_are_there(kept.sums);
             release(shared, value);
-            return;
+            break;
         }
+        return own_end(shared, turn, key);
     }
 
-    // The next keys are there; false: the tile needs no more.
+    // The next keys are there; false: the tile needs no more, nor the queries, and this is the first slot of its end.
     static MK_DEVICE bool begin(Shared& shared, Turn<slots>& turn, Turn<slots>& key) {
         key = next(turn);
         ptx::wait(&shared.loaded[key.slot], key.parity);
         if (shared.order[key.slot].lines > 0) return true;
-        release(shared, key);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::arrive(&shared.ended[own_consumer()]);
         return false;
+    }
+
+    // Takes the other slots that end a tile, and keeps the one that has room for this consumer's rows.
+    static MK_DEVICE Turn<slots> own_end(Shared& shared, Turn<slots>& turn, Turn<slots> end) {
+        MK_UNROLL
+        for (u32 i = 1; i < ends; ++i) {
+            Turn<slots> other = next(turn);
+            ptx::wait(&shared.loaded[other.slot], other.parity);
+            if (i <= own_consumer() / strips_in_slot) {
+                const Turn<slots> later = other;
+                other = end, end = later;
+            }
+            release(shared, other);
+        }
+        return end;
     }
 
     // Weighs some keys; meanwhile `adds` the values of those before. False if their own values are added already.
@@ -363,7 +413,7 @@ private:
         float part[2];
         // All that can be done before is: nothing is multiplied from when the other's products end until these begin.
         if (adds) ptx::wait(&shared.loaded[value.slot], value.parity);
-        const u32 queries = ptx::opaque(ptx::shared_address(shared.queries) + first_row * line_bytes);
+        const u32 queries = ptx::opaque(ptx::shared_address(shared.queries[own_consumer()]));
         const u32 panel = ptx::opaque(ptx::shared_address(shared.panels[key.slot]));
         ptx::multiply_fence();
         take_turn();
@@ -406,7 +456,7 @@ private:
         MK_UNROLL
         for (u32 k = 0; k < MK_TILE_K; k += 16) {
             const u32 box = k / box_columns, within = k % box_columns * sizeof(T);
-            ptx::multiply<T, keys, false, false>(scores, ptx::further(queries, box * query_box + within),
+            ptx::multiply<T, keys, false, false>(scores, ptx::further(queries, box * strip_box + within),
                                                  ptx::further(panel, box * panel_box + within), k > 0);
         }
     }
@@ -525,34 +575,41 @@ private:
 
     // --- the finished tile: NaN if not all that it sees has arrived
 
+    // sum / total, rounded once: a division has branches, and of many each would wait for the one before.
+    static MK_DEVICE float quotient(float sum, float total, float inverse) {
+        const float about = sum * inverse, closer = fmaf(fmaf(-about, total, sum), inverse, about);
+        return closer == closer ? closer : about;  // infinity stays
+    }
+
     template <class Sink>
-    static MK_DEVICE void stage(Shared& shared, Kept& kept, u32 warp_row, const Sink& sink) {
+    static MK_DEVICE void stage(const Shared& shared, Kept& kept, u8* lines, float* log_sums, const Sink& sink) {
         const u32 lane = threadIdx.x % 32;
         const bool failed = has_failed(shared);
+        float inverse[2];
         MK_UNROLL
         for (u32 which = 0; which < 2; ++which) {
             float& total = kept.total[which];
             MK_UNROLL
             for (u32 far = 1; far < 4; far *= 2) total += __shfl_xor_sync(~0u, total, far);
+            if (failed) total = not_a_number<float>();
+            inverse[which] = 1 / total;
             if (lane % 4 == 0)
-                shared.log_sums[warp_row + which * 8 + lane / 4] =
-                    failed ? not_a_number<float>()
-                           : kept.highest[which] * shared.scale * 0.693147181f + logf(total);
+                log_sums[which * 8 + lane / 4] = kept.highest[which] * shared.scale * 0.693147181f + logf(total);
         }
         auto finished = [&](u32 i) {
-            return u32((failed ? not_a_number<T>() : sink.transform(kept.sums[i], kept.total[row_of(i)])).bits);
+            return u32(sink.transform(quotient(kept.sums[i], kept.total[row_of(i)], inverse[row_of(i)])).bits);
         };
         auto pair = [&](u32 i) { return finished(i) | finished(i + 1) << 16; };
-        const u32 line = ptx::shared_address(shared.queries) + (warp_row + lane % 16) * line_bytes;
+        const u32 line = ptx::shared_address(lines) + lane % 16 * line_bytes;
         MK_UNROLL
         for (u32 i = 0; i < columns / 16; ++i)
-            ptx::store_matrices(line + i / 4 * query_box + ((2 * i % 8 + lane / 16) ^ lane % 8) * 16, pair(8 * i),
+            ptx::store_matrices(line + i / 4 * strip_box + ((2 * i % 8 + lane / 16) ^ lane % 8) * 16, pair(8 * i),
                                 pair(8 * i + 2), pair(8 * i + 4), pair(8 * i + 6));
     }
 };
 
 // The interface is that of attention_host.cuh. What this engine needs beyond it:
-//   q, source  are mapped: boxes of 64 columns by all rows of a tile, or by all keys of a panel; swizzled by 128 bytes,
+//   q, source  are mapped: boxes of 64 columns by a consumer's rows, or by all keys of a panel; swizzled by 128 bytes,
 //              zeros beyond the edges
 // The tile of the plan is that which is compiled in, but for its columns. The gate is asked in order and ahead of the
 // arithmetic, by warp 0, which also leaves units.
@@ -573,7 +630,9 @@ MK_DEVICE void attention(Launch& launch, const RingAttentionPlan& plan, const He
     __syncthreads();
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers>();
-        if (threadIdx.x < 32) Engine::produce(shared, launch, plan, q, source, gate, leave);
+        const u32 warp = threadIdx.x / 32;
+        if (warp == 0) Engine::produce(shared, launch, plan, source, gate, leave);
+        if (warp == 1) Engine::load_queries(shared, launch, plan, q);
         __syncwarp();
     } else {
         ptx::grow_registers<consumer_registers>();

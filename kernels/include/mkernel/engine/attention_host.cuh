@@ -89,7 +89,7 @@ public:
         each_row([&](i64 i) {
             for (i64 d = 0; d < columns_; ++d)
                 staged_[i * columns_ + d] =
-                    arrived ? sink.transform(sums_[i * columns_ + d], total_[i]) : not_a_number<T>();
+                    arrived ? sink.transform(sums_[i * columns_ + d] / total_[i]) : not_a_number<T>();
             total_[i] = arrived ? highest_[i] + std::log(total_[i]) : not_a_number<Acc>();
         });
         agent_.sync();
@@ -124,7 +124,7 @@ private:
 //   source(unit, run, part)                  Panel: where the run's keys or values lie
 //   gate(agent, unit, run, positions, part)  i64: how many positions of the run have arrived, these with them; fewer: the
 //                                            launch is to end
-//   sink                                     transform(sum, total) -> T
+//   sink                                     transform(mean) -> T
 //                                            deliver(agent, unit, tile, staged, log_sum_exp, columns)
 //   leave(agent, unit)                       nothing of this unit is read any more
 // After a failure every tile that is left is delivered as NaN.

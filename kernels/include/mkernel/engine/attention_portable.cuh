@@ -385,7 +385,7 @@ private:
                         const u32 column = first_column() + j * 16 + lane.column_of(sum);
                         if (S::row(sum) == which && column < columns)
                             staged[row * columns + column] =
-                                failed ? not_a_number<T>() : sink.transform(kept.sums[i][j][sum], total);
+                                failed ? not_a_number<T>() : sink.transform(kept.sums[i][j][sum] / total);
                     }
             }
     }
