@@ -84,8 +84,12 @@ def run(size, program, *args, **options):
     """Run ``program(comm, *args)`` on ranks that share the GPU, each on a stream of its own."""
     import cupy
 
-    # Loading a module waits for running kernels: no rank loads what another has already loaded.
-    load = functools.cache(cupy.RawModule)
+    # Loading waits for running kernels: no rank loads what another has loaded, or is loading.
+    load_once, loading = functools.cache(cupy.RawModule), threading.Lock()
+
+    def load(**where):
+        with loading:
+            return load_once(**where)
 
     def main(mpi):
         with (

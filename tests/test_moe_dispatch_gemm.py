@@ -451,7 +451,7 @@ def test_plans_for_gpus():
         plan = plan_moe_dispatch_gemm(0, asked_of_it, tile_of_it, none, 132)
         assert (plan.engine, plan.split) == ("portable", (20, 112))
     few = dispatch(**{**large, "max_tokens": 16, "n": 64}, dtype=half, out_dtype=half)
-    assert dispatch_tile(0, few, none, gpu).tile[1] == 64
+    assert dispatch_tile(0, few, none, gpu).tile[1] == 128
     taken = dispatch_tile(0, asked, mk.Options(tile=(128, 192, 64)), gpu)
     assert (taken.engine, taken.tile) == ("hopper", (128, 192, 64))
     assert dispatch_tile(0, asked, mk.Options(tile=(64, 128, 64)), gpu).engine == "portable"
