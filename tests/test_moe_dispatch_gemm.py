@@ -452,8 +452,9 @@ def test_plans_for_gpus():
         assert (plan.engine, plan.split) == ("portable", (20, 112))
     few = dispatch(**{**large, "max_tokens": 16, "n": 64}, dtype=half, out_dtype=half)
     assert dispatch_tile(0, few, none, gpu).tile[1] == 128
-    taken = dispatch_tile(0, asked, mk.Options(tile=(128, 192, 64)), gpu)
-    assert (taken.engine, taken.tile) == ("hopper", (128, 192, 64))
+    assert (tile.row_step, dispatch_tile(0, few, none, gpu).row_step) == (0, 16)
+    taken = dispatch_tile(0, asked, mk.Options(tile=(128, 128, 64)), gpu)
+    assert (taken.engine, taken.tile, taken.row_step) == ("hopper", (128, 128, 64), 16)
     assert dispatch_tile(0, asked, mk.Options(tile=(64, 128, 64)), gpu).engine == "portable"
     with pytest.raises(ValueError, match="use at least one mover"):
         plan_moe_dispatch_gemm(0, asked, tile, mk.Options((0, 8)), 132)
