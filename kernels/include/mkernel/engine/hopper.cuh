@@ -341,7 +341,7 @@ public:
         bool arrived = launch.live(), mine = asks;  // the next panel
         Gathered<T, rows> lines;
         Turn<stages> turn;
-        if (leads) ptx::acquire_map(&map_of(b));
+        if (ptx::elect()) ptx::acquire_map(&map_of(b));
         for (Tile tile : shared.schedule) {
             const Columns from(b, tile);
             for (Range piece : Blocks(depth, gate_k)) {
@@ -381,12 +381,12 @@ public:
         const TensorMap* a_map = nullptr;
         bool arrived = launch.live();
         Turn<stages> turn;
-        if (leads) ptx::acquire_map(&map_of(b));
+        if (ptx::elect()) ptx::acquire_map(&map_of(b));
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
             const Rows rows_of_a = source(tile);
             const TensorMap* map = ptx::uniform(&rows_of_a.matrix.map);
-            if (leads && map != a_map) ptx::acquire_map(map);
+            if (map != a_map && ptx::elect()) ptx::acquire_map(map);
             a_map = map;
             const u32 first_row = ptx::uniform(u32(rows_of_a.first));
             const u32 height = flexible ? ptx::uniform(u32(tile.rows.size())) : rows;
