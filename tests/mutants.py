@@ -756,7 +756,7 @@ MUTANTS = {
         H + "activation.cuh",
         "(height < plan_.part_rows ? height : plan_.part_rows)",
         "plan_.part_rows",
-        ("test_emulated_experts.py::test_tiles_of_an_expert_are_finished_one_by_one",),
+        ("test_moe_layer.py::test_every_interleaving_of_tiles_of_fewer_rows",),
     ),
     "gathered rows: weights of the first expert": Mutant(
         H + "engine/hopper.cuh", "x, y, i32(source));", "x, y, 0);", EMULATED_GATHER

@@ -117,11 +117,6 @@ def test_layer_equals_reference(on, monkeypatch, engine):
     layer.test_equals_reference(case("tails", (50, 33), 104, 72, 5, 3, "zipf", "swiglu", 80))
 
 
-def test_tiles_of_an_expert_are_finished_one_by_one(on):
-    on("hopper", progress_timeout=0)
-    layer.test_equals_reference(case("heights", (150, 120), 16, 72, 2, 1, "zipf", "silu", 24))
-
-
 def test_between_nodes_through_host_memory(on, monkeypatch):
     """As on GPUs that network cards do not reach."""
     monkeypatch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: 8)

@@ -23,7 +23,7 @@ from test_moe_dispatch_gemm import call_and_wait
 import mkernel_cp as mk
 from mkernel_cp.failure import Reason
 from mkernel_cp.moe_plan import ACTIVATIONS, Layer, MoeLayerPlan, layer_tile, plan_moe_layer
-from mkernel_cp.plan import Gpu
+from mkernel_cp.plan import Gpu, HostTile
 
 # Kernels take long to compile, and each combination is one.
 ACTIVATION_OF = dict(zip(DTYPES, ACTIVATIONS[:3] + ACTIVATIONS[:1], strict=True))
@@ -140,6 +140,13 @@ def test_many_calls_of_one_plan_with_any_numbers_of_tokens(size, lanes):
                 right.assert_close(worlds.get(comm, out), f"call {seed} on rank {rank}")
 
     worlds.run(size, program)
+
+
+@pytest.mark.parametrize("size", worlds.SIZES)
+def test_many_calls_whose_tiles_have_fewer_rows(monkeypatch, size):
+    """As plans of one engine have it: those of an expert are of one height."""
+    monkeypatch.setattr(HostTile, "row_step", 1)
+    test_many_calls_of_one_plan_with_any_numbers_of_tokens(size, 2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -461,9 +468,9 @@ LAUNCHES = 3
 class Simulated:
     """Three ranks whose launches are prepared, to be run by a simulator again and again."""
 
-    def __init__(self, activation, lanes, split, **options):
+    def __init__(self, activation, lanes, split, routing="uniform", rows=2, **options):
         self.case = ExpertCase(
-            "turns", (3, 0, 4), 3, 2, 5, 2, "float32", "uniform", None, activation, 2
+            "turns", (3, 0, 4), 3, 2, 5, 2, "float32", routing, None, activation, 2
         )
 
         def program(mpi):
@@ -471,7 +478,7 @@ class Simulated:
             own = own_operands(comm, self.case, 0)
             x = comm.empty(own[0].shape, np.float32)
             own = (x, own[1].copy(), own[2].copy(), *own[3:])
-            plan = mk.Options(split, (2, 1, 2), 24)
+            plan = mk.Options(split, (rows, 1, 2), 24)
             asked = {"num_experts": 5, "activation": activation, "options": plan}
             step = mk.MoeLayer(*own, comm=comm, capacity=16, **asked)
             out = np.empty((len(x), 2), np.float32)
@@ -538,6 +545,13 @@ def make_simulated():
 def test_every_interleaving_gives_the_right_result(make_simulated, activation, lanes, split):
     world = make_simulated(activation, lanes, split)
     simulations.assert_right(world, 120 // lanes, LAUNCHES)
+
+
+def test_every_interleaving_of_tiles_of_fewer_rows(monkeypatch, make_simulated):
+    """As plans of one engine have them: those of an expert are of one height, here 4 rows of 7."""
+    monkeypatch.setattr(HostTile, "row_step", 1)
+    world = make_simulated("silu", 1, (1, 3), "one expert", 6)
+    simulations.assert_right(world, 120, LAUNCHES)
 
 
 @pytest.mark.parametrize("part", range(16))
