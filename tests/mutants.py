@@ -702,7 +702,7 @@ MUTANTS = {
         H + "engine/portable.cuh", "operand.places[line]", "operand.places[0]", EMULATED_DISPATCH
     ),
     "gathered rows: place of 16 bytes": Mutant(
-        H + "engine/hopper.cuh", "(at_ ^ line_ % 8 * 16)", "at_", EMULATED_GATHER
+        H + "engine/hopper.cuh", "(at_ ^ line_ % 8 * 16)", "(at_)", EMULATED_GATHER
     ),
     "gathered rows: terms behind the last": Mutant(
         H + "engine/hopper.cuh", "some < 0 ? 0 : some < 16 ? u32(some) : 16", "16", EMULATED_GATHER
