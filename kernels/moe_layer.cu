@@ -77,8 +77,9 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
         TokenLanding landing(launch, plan.routing, plan.landing, plan.expert_offsets);
         FinishedParts hidden(launch, plan);
         auto tiles = [&](i64 columns, i64 tile_columns, bool pairs = false) {
-            return ExpertTiles(plan.expert_offsets, plan.experts, columns, {plan.tile.rows, tile_columns, plan.tile.k, plan.tile.row_step},
-                               launch.member(), launch.members(), pairs);
+            TileShape tile = plan.tile;
+            tile.columns = tile_columns;
+            return ExpertTiles(plan.expert_offsets, plan.experts, columns, tile, launch.member(), launch.members(), pairs);
         };
         auto store = [&](const Matrix& to) { return Store<Type>(to, plan.capacity, plan.expert_offsets); };
         auto nothing = [](Launch self, Scratch) { return self.live(); };

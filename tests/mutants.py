@@ -92,6 +92,16 @@ EMULATED_GATHER = ("test_emulated_experts.py::test_rows_are_gathered",)
 EMULATED_LAYER = ("test_emulated_experts.py::test_layer_equals_reference",)
 
 
+# How a consumer of attention_hopper.cuh stores its finished rows.
+DELIVERED = (
+    "            stage(shared, kept, lines, log_sums, sink);\n"
+    "            __syncwarp();\n"
+    "            const QueryTile part = part_of(own.tile, warp_row, 16);\n"
+    "            if (part.rows.size() > 0)\n"
+    "                sink.deliver(Agent::warp(), own.unit, part, Rows{lines}, log_sums, "
+    "shared.columns);\n"
+    "            ptx::fence_shared_to_async();\n"
+)
 # What staging.cuh does with a slot that has arrived.
 COPIED = (
     "        const Completed copied = copy(launch_.agent(), to, from, i64(parcel.lines), "
@@ -1191,22 +1201,8 @@ for name, (old, new, *tests) in {
         "            if (tiles.parity == 0) ptx::wait(&shared.begun[consumer], 0);",
     ),
     "finished rows overwritten before they are stored": (
-        "            stage(shared, kept, lines, log_sums, sink);\n"
-        "            __syncwarp();\n"
-        "            const QueryTile part = part_of(own.tile, warp_row, 16);\n"
-        "            if (part.rows.size() > 0)\n"
-        "                sink.deliver(Agent::warp(), own.unit, part, Rows{lines}, log_sums, "
-        "shared.columns);\n"
-        "            ptx::fence_shared_to_async();\n"
-        "            release(shared, end);",
-        "            release(shared, end);\n"
-        "            stage(shared, kept, lines, log_sums, sink);\n"
-        "            __syncwarp();\n"
-        "            const QueryTile part = part_of(own.tile, warp_row, 16);\n"
-        "            if (part.rows.size() > 0)\n"
-        "                sink.deliver(Agent::warp(), own.unit, part, Rows{lines}, log_sums, "
-        "shared.columns);\n"
-        "            ptx::fence_shared_to_async();",
+        f"{DELIVERED}            release(shared, end);\n",
+        f"            release(shared, end);\n{DELIVERED}",
     ),
     "slot for the other consumer's rows": (
         "if (i <= own_consumer() / strips_in_slot) {",

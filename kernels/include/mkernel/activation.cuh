@@ -73,7 +73,8 @@ private:
         const i64 before = first / plan_.part_rows + i64(expert);
         const i64 height = tile_height(u32(rows), u32(plan_.tile.rows), u32(plan_.tile.row_step));
         const i64 across = ceil_div(plan_.inner, plan_.part_columns);
-        return u64((before + row / (height < plan_.part_rows ? height : plan_.part_rows)) * across + column / plan_.part_columns);
+        const i64 part = row / (height < plan_.part_rows ? height : plan_.part_rows);
+        return u64((before + part) * across + column / plan_.part_columns);
     }
 
     Launch& launch_;

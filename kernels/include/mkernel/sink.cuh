@@ -104,7 +104,7 @@ public:
     template <class Acc>
     MK_DEVICE T transform(Acc sum) const { return narrow<T>(sum); }
 
-    // Where boxes of so many rows may be stored through a map; the last rows may be others than the tile's, so not everywhere.
+    // Where boxes of so many rows may be stored through a map; the last rows may be others than the tile's, so not always.
     MK_DEVICE const TensorMap* map(const Tile& tile, u32 box_rows) const {
         const bool whole = u32(tile.rows.size()) % box_rows == 0 || first_row(tile) + tile.rows.size() == rows_;
         return to_->mapped && whole ? &to_->map : nullptr;

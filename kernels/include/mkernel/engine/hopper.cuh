@@ -104,7 +104,8 @@ struct Panel {
     }
 };
 
-// The lines of a panel of A that are rows which lie apart, copied by a warp: four lanes have one, 16 bytes of each half of it.
+// The lines of a panel of A that are rows which lie apart, copied by a warp: four lanes have one, and copy 16 bytes each of
+// either half of it.
 template <class T, u32 extent>
 class Gathered {
 public:
@@ -331,8 +332,8 @@ public:
     }
     static MK_DEVICE u32 bytes_of_b(const Columns& from) { return sides * B::bytes_of(from.wanted / sides); }
 
-    // Both warps of copiers call it, and take turns. After a failure all goes on, with nothing in it. Nobody waits for copies
-    // here: each lane's arrive at the barrier when they are there.
+    // Both warps of copiers call it, and take turns. After a failure all goes on, with nothing in it. Nobody waits for
+    // copies here: each lane's arrive at the barrier when they are there.
     template <class Source, class Gate>
     static MK_DEVICE void gather(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
                                  const Factor& b, const Gate& gate) {
@@ -622,10 +623,11 @@ public:
                     const u64 a = a_first + (turn.slot * A::bytes + step * A::step) / 16;
                     const u64 b = b_first + (turn.slot * sides * B::bytes + step * B::step) / 16;
                     const u32 further = i * (sides == 2 ? B::bytes : block_bytes) / 16;
+                    const bool add = panel > 0 || step > 0;
                     if constexpr (flexible)
-                        ptx::multiply<T, some, !MK_B_BY_COLUMNS, MK_A_BY_COLUMNS>(those, b + further, a, panel > 0 || step > 0);
+                        ptx::multiply<T, some, !MK_B_BY_COLUMNS, MK_A_BY_COLUMNS>(those, b + further, a, add);
                     else
-                        ptx::multiply<T, some, MK_A_BY_COLUMNS, !MK_B_BY_COLUMNS>(those, a + further, b, panel > 0 || step > 0);
+                        ptx::multiply<T, some, MK_A_BY_COLUMNS, !MK_B_BY_COLUMNS>(those, a + further, b, add);
                 }
             ptx::multiply_commit();
             ptx::multiply_wait<1>();  // the panel before is through, this one goes on
@@ -862,12 +864,12 @@ MK_DEVICE void expect(const Matrices&... matrices) {
 //              `halving`: whether there may be tiles of half as many columns
 //   shape.k    what the gate is asked for at a time: a multiple of 64
 //   source, b  are mapped: lines that are 16 bytes aligned, and tiles in them: boxes of 128 contiguous bytes by 64 lines,
-//              or (if k is contiguous, as 32 bits must be) by all lines of Panel::part; swizzled by 128 bytes, zeros
+//              or (if k is contiguous, as 32 bits must be) by all lines of Panel::box; swizzled by 128 bytes, zeros
 //              beyond the edges; of tfloat32, copies round. A stack is one array of three dimensions. Rows that lie apart
 //              have no map, but are 16 bytes aligned
 //   sink       map(part, 64), by which the pieces of a part are stored from row first_row(part) on: boxes of 128 bytes by
-//              64 rows, swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows; pieces 64 rows of
-//              128 bytes, which a warp delivers
+//              64 rows, swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows, or its columns
+//              where rows are flexible; pieces 64 rows of 128 bytes, which a warp delivers
 //   sink       with takes_fragments<Sink>, and ranks of one node, strips of a part go to slot(launch, part, i), one behind
 //              the other, of each of its receivers(launch, part); end() then tells those. Others' parts, not is_own(launch,
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part),
