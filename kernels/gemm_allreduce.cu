@@ -1,7 +1,7 @@
 // gemm_allreduce: every rank gets the whole sum over ranks of A @ B; a rank has its own A (M, K_r) and B (K_r, N).
-//   movers   tell the peers that this rank has entered the call, and see them enter it; then they store the sums of the
-//            peers' rows as these come in
-//            (where the plan has none, a part of each compute agent does so, or the whole of it when it has multiplied)
+//   movers   tell the peers that this rank has entered the call, and see them enter it; then all their warps store the
+//            sums of the peers' rows as these come in
+//            (where the plan has none, a warp of each compute agent does so, or all of them when it has multiplied)
 //   compute  takes the columns stripe by stripe. It multiplies the rows of rank + 1, rank + 2, ... first, and pushes each
 //            finished tile to the owner of its rows; in own rows, the last, it adds what the peers have pushed, the next
 //            rank's first, and pushes the sum to all while the next stripe is multiplied
@@ -13,6 +13,7 @@
 //   inter-receive  passes on what they say, and pushes to its node the sums that they send
 #include "mkernel/engine/engine.cuh"
 #include "mkernel/node_sums.cuh"
+#include "mkernel/sums.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -36,24 +37,31 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     const GemmAllReducePlan& plan = *p.plan;
     const GemmReduceScatterPlan& reduction = plan.reduction;
     engine::expect(p.a, p.b, p.c);
-    Launch launch(p.world, reduction.split);
+    Launch launch(p.world, reduction.split, Agent::warps);
     const u64 size = launch.size();
 
     auto store = [&] { return Store<OutType>(p.c, reduction.row_start[size], reduction.row_start); };
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
-    auto collect = [&](Launch& self, bool last_stripe, u64 agent, u64 agents) {
+    auto collect = [&](Launch& self, Scratch scratch, bool last_stripe, u64 member, u64 members) {
         const TileShape part{reduction.part_rows, reduction.part_columns, 0};
-        const RingTiles of_peers(rows_of_all(self, reduction, part, false), {1, size}, reduction.stripe, agent, agents);
+        const RingTiles of_peers(rows_of_all(self, reduction, part, false), {1, size}, reduction.stripe, member, members);
         const i64 last = (ceil_div(reduction.n, reduction.stripe) - 1) * reduction.stripe;
+        Sums<OutType, engine::sends_strips> sums(self, plan, scratch);
         for (Tile of_peer : of_peers)
-            if ((of_peer.columns.begin >= last) == last_stripe)
-                Sums<OutType, engine::sends_strips>(plan).collect(self, of_peer, store());
+            if ((of_peer.columns.begin >= last) == last_stripe) sums.collect(of_peer, store());
+        sums.finish();
+        return self.live();
     };
-    auto collect_early = [&](Launch& self) { collect(self, false, self.member(), self.members()); };
+    auto collect_early = [&](Launch self, Scratch scratch) {
+        return collect(self, scratch, false, self.member(), self.members());
+    };
 
     using Nodes = NodeSums<SumType, PartialType>;
 
-    if (launch.is(Role::mover)) greet(launch), collect_early(launch);
+    if (launch.is(Role::mover)) {
+        greet(launch);
+        if (!launch.by_warps(collect_early)) launch.drop();
+    }
     if (several_nodes && launch.is(Role::inter_reduce))
         launch.apart([&](Launch& self) { Nodes(self, reduction).add_and_send(); });
     if (several_nodes && launch.is(Role::inter_send))
@@ -77,16 +85,19 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
             PushOrSum<SumType, Push<SumType, PartialType>, SumForAll<SumType, PartialType, OutType, engine::sink_loads>>(
                 reduction, {plan, store()}),
             /* meanwhile */
-            [&](Launch self, Scratch) {
+            [&](Launch self, Scratch scratch) {
                 if (moves) greet(self);
-                if (moves && engine::has_time) collect_early(self);
+                if (moves && engine::has_time) collect_early(self, scratch);
                 return self.live();
             });
-        if (moves && !engine::has_time) collect_early(launch);
+        if (moves && !engine::has_time) collect_early(launch, launch.agent().scratch());
     }
-    // What no multiplication hides is shared out among all agents of both roles.
+    // What no multiplication hides is shared out among the warps of all agents of both roles.
     const u64 all = reduction.split.movers + reduction.split.compute, index = launch.agent().index();
-    if (index < all) collect(launch, true, index, all);
+    auto collect_rest = [&](Launch self, Scratch scratch) {
+        return collect(self, scratch, true, self.agent().part() * all + index, all * Agent::warps);
+    };
+    if (index < all && !launch.by_warps(collect_rest)) launch.drop();
 
     launch.finish();
 }

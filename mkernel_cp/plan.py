@@ -469,9 +469,14 @@ def _hopper_tile(
     strips = 2 if listed else max(2, rows // cluster // 2 * columns * 2 // 8192)
     room = shared_bytes - courier - _hopper_bytes((rows, columns), cluster, 0, strips)
     stages = min(8, room // ((rows // cluster + columns) * 128))
-    if beside:
-        courier = shared_bytes - _hopper_bytes((rows, columns), cluster, stages, strips)
-    return HopperTile((rows, columns, k), cluster, stages, strips, courier, movers)
+    tile = HopperTile((rows, columns, k), cluster, stages, strips, 0, movers)
+    return with_courier(tile, shared_bytes) if beside else tile
+
+
+def with_courier(tile: HopperTile, shared_bytes: int) -> HopperTile:
+    """Return a tile beside which blocks bring what peers have, by way of all that it leaves."""
+    taken = _hopper_bytes(tile.tile, tile.cluster, tile.stages, tile.strips)
+    return replace(tile, courier_bytes=shared_bytes - taken)
 
 
 def hopper_tile(

@@ -112,7 +112,11 @@ class ReductionOperator(GemmOperator):
         # K_r may differ between ranks; the rows and columns of a tile may not.
         k = spec.k if gpu is None else _USUAL_K
         tile = plans.choose_tile(rows, spec.n, k, spec.dtype, spec.options, gpu)
-        return plans.whole_groups(tile) if self._one_shot else tile
+        if self._one_shot:
+            return plans.whole_groups(tile)
+        if self.plan_type is plans.GemmAllReducePlan and len(rows) > 1 and tile.engine == "hopper":
+            return plans.with_courier(tile, gpu.shared_bytes)
+        return tile
 
     def _staged_dtype(self) -> np.dtype:
         return accumulator_dtype(self._spec.dtype)

@@ -174,15 +174,18 @@ public:
         });
     }
 
-    // visit(positions of the run, part, signal) for one agent's share of a run's chunks, until it returns false.
+    // visit(positions of the run, part, signal) for one agent's share of a run's chunks, until it returns false. They are
+    // dealt on from where the last run ended, so that all agents are busy however few there are at a time.
     template <class Visit>
-    MK_DEVICE void each_chunk(Unit unit, const Run& run, u64 agent, u64 agents, Visit visit) const {
-        // On from where the last run ended, so that all get work of short ones, too.
-        const i64 members = i64(agents), chunks = ceil_div(run.count, plan_.chunk_positions);
-        const i64 before = (unit.index * i64(plan_.chunks) + run.first_chunk) % members;
-        for (i64 chunk = (i64(agent) + members - before) % members; chunk < chunks; chunk += members)
-            for (Part part : {Part::keys, Part::values})
-                if (!visit(block(chunk, plan_.chunk_positions, run.count), part, signal_of(unit, run, chunk, part))) return;
+    MK_DEVICE void each_chunk(Unit unit, const Run& run, u64 agent, u64 agents, Visit visit) {
+        const u32 members = u32(agents), all = 2 * u32(ceil_div(run.count, plan_.chunk_positions));
+        u32 i = (u32(agent) + members - next_) % members;
+        next_ = (next_ + all) % members;
+        for (; i < all; i += members) {
+            const i64 chunk = i / 2;
+            const Part part = i % 2 ? Part::values : Part::keys;
+            if (!visit(block(chunk, plan_.chunk_positions, run.count), part, signal_of(unit, run, chunk, part))) return;
+        }
     }
 
     // Where a rank has positions of a run.
@@ -231,6 +234,7 @@ private:
     i64 columns_;
     u64 agents_;
     u64 pulled_ = 0;  // bytes
+    u32 next_ = 0;    // the agent that gets the first chunk of the next run
 };
 
 // Stores the rows of a query tile, and the logarithm of the sum of exponentials that each was divided by.

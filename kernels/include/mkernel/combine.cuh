@@ -7,9 +7,20 @@
 
 namespace mk {
 
-// Neighbouring elements, which are loaded and stored at once.
+// Neighbouring elements, which are stored at once.
 template <class T, u32 width>
 struct alignas(width * sizeof(T) < 16 ? width * sizeof(T) : 16) Pack { T elements[width]; };
+
+// The same as they are loaded. Those of 16 bits stay in words until they are used: a register for each would be filled when
+// its load is complete, before the next load.
+template <class T, u32 width, bool in_words = sizeof(T) == 2 && width % 2 == 0>
+struct Loaded : Pack<T, width> {
+    MK_DEVICE T operator[](u32 i) const { return this->elements[i]; }
+};
+template <class T, u32 width>
+struct Loaded<T, width, true> : Pack<u32, width / 2> {
+    MK_DEVICE T operator[](u32 i) const { return T{u16(this->elements[i / 2] >> i % 2 * 16)}; }
+};
 
 // T: of the rows and of the result; Partial: of sums on their way. A sum crosses the link once per token and rank.
 template <class T, class Partial>
@@ -264,7 +275,7 @@ private:
         for (u32 first = 0; first < slots; first += batch) {
             u64 word[batch];
             Acc weight[batch];
-            Pack<T, width> pack[batch];
+            Loaded<T, width> pack[batch];
             MK_UNROLL
             for (u32 j = 0; j < batch; ++j) word[j] = first + j < slots ? words[first + j] : 0;
             MK_UNROLL
@@ -273,14 +284,14 @@ private:
                 const bool has = word[j] >= none, known = has && i64(word[j] - none) < row_count_;
                 weight[j] = known ? weights[first + j] : not_a_number<Acc>();
                 pack[j] = {};
-                if (known) pack[j] = *reinterpret_cast<const Pack<T, width>*>(rows + i64(word[j] - none) * rows_.row_stride);
+                if (known) pack[j] = *reinterpret_cast<const Loaded<T, width>*>(rows + i64(word[j] - none) * rows_.row_stride);
             }
             MK_UNROLL
             for (u32 j = 0; j < batch; ++j) {
                 if (word[j] < none) continue;
                 any = true;
                 MK_UNROLL
-                for (u32 i = 0; i < width; ++i) sums[i] += weight[j] * Acc(widen(pack[j].elements[i]));
+                for (u32 i = 0; i < width; ++i) sums[i] += weight[j] * Acc(widen(pack[j][i]));
             }
         }
         return any;
@@ -329,9 +340,9 @@ private:
 
     template <u32 width>
     static MK_DEVICE void load(Sums<width>& sums, const Partial* from) {
-        const Pack<Partial, width> partial = *reinterpret_cast<const Pack<Partial, width>*>(from);
+        const auto partial = *reinterpret_cast<const Loaded<Partial, width>*>(from);
         MK_UNROLL
-        for (u32 i = 0; i < width; ++i) sums[i] = widen(partial.elements[i]);
+        for (u32 i = 0; i < width; ++i) sums[i] = widen(partial[i]);
     }
 
     Launch& launch_;

@@ -445,37 +445,4 @@ private:
 template <class Acc, class Push, class Sum>
 constexpr bool takes_fragments<PushOrSum<Acc, Push, Sum>> = true;
 
-// The sums that the peers have pushed here: row by row, or by strips.
-template <class T, bool by_strips>
-class Sums {
-public:
-    MK_DEVICE Sums(const GemmAllReducePlan& plan) : plan_(&plan), parts_(plan.reduction) {}
-
-    // Waits for a part of a peer's and stores it.
-    MK_DEVICE void collect(Launch& launch, const Tile& part, const Store<T>& store) const {
-        const Agent& agent = launch.agent();
-        const Zone sums(launch, plan_->sums);
-        const i64 number = parts_.over_all(part);
-        const Subject sum{Awaited::sum, part.source, u64(number)};
-        if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))
-            return store.fill(agent, part, not_a_number<T>());
-        u8* landed = sums.slot(launch.rank(), number);
-        if constexpr (by_strips)
-            parts_.each_strip<T>(part, [&](const Tile& piece, u32 strip) {
-                store.bring(launch, piece, Strip<T>{landed + strip * Strip<T>::bytes});
-            });
-        else
-            parts_.each_piece(part, [&](const Tile& piece) {
-                T* first = reinterpret_cast<T*>(landed) + parts_.place(piece);
-                store.bring(launch, piece, Staged<T>{first, piece.columns.size()});
-            });
-        if (several_nodes && launch.holder(part.source) == launch.rank()) return;  // the network has brought it
-        if (agent.lane() == 0) fetch_add(launch.world().bytes_from_peers, bytes_of<T>(part));
-    }
-
-private:
-    const GemmAllReducePlan* plan_;
-    Parts parts_;
-};
-
 }  // namespace mk

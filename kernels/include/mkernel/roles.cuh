@@ -56,9 +56,10 @@ public:
         return !agent().any(!work(self, scratch));
     }
 
-    // This agent, or warp of a mover, among those of its role.
+    // This agent, or warp of a mover, among those of its role. Neighbours are warps of different movers: what is wanted at
+    // the same time all of them bring.
     MK_DEVICE u64 member() const {
-        if (is(Role::mover)) return agent().index() * mover_warps_ + warp_;
+        if (is(Role::mover)) return warp_ * split_.movers + agent().index();
         return agent().index() - split_.movers - (adds_up() ? split_.compute : 0);
     }
     MK_DEVICE u64 members() const {
