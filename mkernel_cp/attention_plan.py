@@ -12,7 +12,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .memory import round_up
-from .plan import Gpu, NodesPlan, Options, choose_split, network_agents, network_bytes
+from .plan import (
+    LINK_RATE,
+    Gpu,
+    NodesPlan,
+    Options,
+    choose_split,
+    network_agents,
+    network_bytes,
+)
 from .reference import array_split_counts
 from .topology import LETTER_BYTES, Topology
 
@@ -23,12 +31,16 @@ _HOPPER_NVRTC = 12, 8  # the oldest that compiles that engine well
 MOST_COLUMNS = COLUMNS[-1]
 MOST_COMPUTE_AGENTS = 1024
 _ALIGNMENT = 256
-_CHUNK_BYTES = 1 << 16
+# About how much is moved at a time: within a node, and between nodes, where each is a message.
+_CHUNK_BYTES, _MESSAGE_BYTES = 1 << 14, 1 << 16
 _WINDOW_BYTES = 1 << 26  # that a window takes unasked, if two units need no more
 # So many blocks fill a link, and so many queries of a head of keys keep a GPU busy for about twice
-# as long as the keys then take; where there are more, fewer movers will do. By engine: a mover has
-# half a multiprocessor, or all of it, which then does not compute.
-_MOST_MOVERS, _LEAST_MOVERS, _BUSY_QUERIES = 24, 4, {"host": 2048, "portable": 2048, "hopper": 1024}
+# as long as the keys then take; where there are more, fewer movers will do. A mover of the engine
+# `portable` has half a multiprocessor.
+_MOST_MOVERS, _LEAST_MOVERS, _BUSY_QUERIES = 24, 4, 2048
+# One of the engine `hopper` has all of a multiprocessor, which then does not compute. Bytes per
+# second that it brings, and operations per second of one that computes: as on an H200.
+_MOVER_RATE, _PROCESSOR_RATE = 18e9, 4.8e12
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,19 @@ class Run:
     first: int
     count: int
     position: int
+
+
+def _pairs(queries: Run, keys: Run, causal: bool) -> int:
+    """Return how many keys the queries of a run see of another, all together."""
+    if not causal:
+        return queries.count * keys.count
+
+    def seen_up_to(position: int) -> int:  # by queries from the first key's position on
+        before = max(0, position - keys.position + 1)
+        ramp = min(before, keys.count)
+        return ramp * (ramp + 1) // 2 + (before - ramp) * keys.count
+
+    return seen_up_to(queries.position + queries.count - 1) - seen_up_to(queries.position - 1)
 
 
 def zigzag_counts(positions: int, ranks: int) -> tuple[int, ...]:
@@ -184,6 +209,10 @@ class Attention:
             for begin in range(0, run.count, self.chunk)
         ]
 
+    def pairs(self, rank: int, keys: Iterable[Run]) -> int:
+        """Return how often a query of a head of this rank sees one of some keys."""
+        return sum(_pairs(run, seen, self.causal) for run in self.held_by(rank) for seen in keys)
+
     def bytes_of(self, positions: int) -> int:
         """Return the bytes of the keys and values of one unit at so many positions."""
         return positions * 2 * self.columns * self.dtype.itemsize
@@ -210,7 +239,13 @@ class Attention:
     def chunk(self) -> int:
         """Positions of a chunk."""
         line = self.columns * self.dtype.itemsize
-        return max(1, min((self.chunk_bytes or _CHUNK_BYTES) // line, max(self.seq_counts)))
+        nbytes = self.chunk_bytes or self.usual_chunk_bytes
+        return max(1, min(nbytes // line, max(self.seq_counts)))
+
+    @property
+    def usual_chunk_bytes(self) -> int:
+        """Bytes of a chunk where the caller does not choose them."""
+        return _MESSAGE_BYTES if len(self.nodes or ()) > 1 else _CHUNK_BYTES
 
     def chunks(self, runs: Iterable[Run]) -> int:
         """Return in how many chunks the keys of some runs come; values come in as many."""
@@ -586,6 +621,31 @@ def choose_attention_tile(
     )
 
 
+def _hopper_movers(rank: int, attention: Attention, tiles: int, capacity: int) -> int:
+    """Return with how many movers a call should take the least time.
+
+    Agents take equal turns, and wait where keys are not here: in the beginning, when they have
+    done with own ones, for all units that they are at, and for the movers where these are slower.
+    """
+    operations = 4 * attention.columns * attention.heads * attention.batch
+    pulled = attention.pulled(rank)
+    unit_bytes = attention.bytes_of(sum(run.count for run in pulled))
+    own = operations * attention.pairs(rank, attention.held_by(rank))
+    work = own + operations * attention.pairs(rank, pulled)
+    if not work:
+        return 1
+
+    def seconds(movers: int) -> float:
+        agents, rate = capacity - movers, min(LINK_RATE, movers * _MOVER_RATE)
+        units = max(1, min(attention.units, agents * attention.units / tiles))  # at a time
+        turn = work / tiles / _PROCESSOR_RATE
+        late = units * unit_bytes / rate - turn * own / work
+        computing = math.ceil(tiles / agents) * turn + max(0, late)
+        return max(computing, attention.units * unit_bytes / rate)
+
+    return min(range(2, max(3, capacity // 4)), key=seconds)
+
+
 def plan_ring_attention(
     rank: int,
     attention: Attention,
@@ -601,10 +661,13 @@ def plan_ring_attention(
     nodes = attention.nodes or (attention.ranks,)
     blocks = sum(math.ceil(run.count / chosen.tile[0]) for run in attention.held_by(rank))
     tiles = blocks * attention.heads * attention.batch
-    queries = max(1, attention.seq_counts[rank] * (attention.heads // attention.kv_heads))
-    hurry = 4 if attention.causal else 1  # half as much is multiplied; twice that was faster still
-    needed = hurry * _MOST_MOVERS * _BUSY_QUERIES[chosen.engine] // queries
-    movers = max(_LEAST_MOVERS, min(_MOST_MOVERS, needed))
+    if chosen.engine == "hopper":
+        movers = _hopper_movers(rank, attention, tiles, capacity)
+    else:
+        queries = max(1, attention.seq_counts[rank] * (attention.heads // attention.kv_heads))
+        hurry = 4 if attention.causal else 1  # half as much is multiplied; twice that was faster
+        needed = hurry * _MOST_MOVERS * _BUSY_QUERIES // queries
+        movers = max(_LEAST_MOVERS, min(_MOST_MOVERS, needed))
     movers = max(1, min(movers, 2 * attention.chunks(attention.pulled(rank))))
     if attention.ranks > 1 and options.split and options.split[0] == 0:
         raise ValueError(
@@ -630,7 +693,7 @@ def plan_ring_attention(
         target="cuda" if gpu else "host",
         engine=chosen.engine,
         tile=chosen.tile,
-        chunk_bytes=attention.chunk_bytes or _CHUNK_BYTES,
+        chunk_bytes=attention.chunk_bytes or attention.usual_chunk_bytes,
         chunk=attention.chunk,
         max_workspace=attention.max_workspace,
         window=attention.window,

@@ -1282,7 +1282,7 @@ def choose_split(
 _GROUP = 4
 _TOLD_BYTES = 4
 # Bytes per second into a rank, and what it takes that bytes are known to be there.
-_LINK_RATE = 350e9
+LINK_RATE = 350e9
 _HANDOVER_S = 5e-6
 
 
@@ -1319,7 +1319,7 @@ def is_one_shot(
         exact, rounded, handovers = 0, peers * rows, 1
         handed_out = peers * rows * n * transfer_dtype.itemsize
     told = _told_bytes(exact, rounded, n, dtype, transfer_dtype)
-    return (told - handed_out) / _LINK_RATE < handovers * _HANDOVER_S
+    return (told - handed_out) / LINK_RATE < handovers * _HANDOVER_S
 
 
 def whole_groups(tile: Any) -> Any:

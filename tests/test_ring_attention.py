@@ -20,6 +20,7 @@ from mkernel_cp.attention_plan import (
     attention_tiles,
     choose_attention_tile,
     plan_ring_attention,
+    zigzag_counts,
 )
 from mkernel_cp.failure import Reason
 from mkernel_cp.plan import Gpu
@@ -515,7 +516,10 @@ def test_plans_for_gpus():
     plan = plan_for(H100, 132, **large)
     assert (plan.target, plan.engine) == ("cuda", "hopper")
     assert plan.tile == (128, 128, 128)
-    assert plan.split == (8, 124)
+    assert plan.split == (22, 110)  # keys for five heads, while agents are at own ones
+    longer = {**large, "seq_counts": (6144,) * 4}
+    assert plan_for(H100, 132, **longer).split == (4, 128)  # 24 tiles each, and time to bring them
+    assert plan_for(H100, 132, **longer, causal=True, layout="zigzag").split[0] > 4
     assert "engine hopper: tile (128, 128, 128)" in plan.explain()
     portable = mk.Options(tile=(128, 64, 128))
     plan = plan_for(H100, options=portable, **large)
@@ -533,6 +537,8 @@ def test_plans_for_gpus():
     assert plan_ring_attention(0, plan.attention, plan.options, H100, 264) == plan
     assert plan_for(H100).split == (4, 8)  # little to move, and little to compute
     assert plan_for(H100, seq_counts=(24,)).split == (0, 8)
+    messages = plan_for(H100, **large, nodes=(2, 2))
+    assert messages.chunk == 4 * plan.chunk == 256
     large["options"] = mk.Options((2, None), (128, 64, 128))
     assert plan_for(H100, **large).split == (2, 262)
     with pytest.raises(ValueError, match=r"for float32 and D=16 a GPU takes \(64, 32, 16\)"):
@@ -912,3 +918,16 @@ def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
         reasons |= {page.words.by_kernel.reason for page in comm._runtime.calls.pages}
     assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
     assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_plans_count_what_queries_see(causal):
+    agreed = attention(seq_counts=zigzag_counts(23, 3), causal=causal, layout="zigzag")
+    for rank in range(3):
+        held, walk = agreed.held_by(rank), agreed.walk(rank)
+        queries, keys = (
+            [run.position + i for run in runs for i in range(run.count)] for runs in (held, walk)
+        )
+        seen = sum(key <= query or not causal for query in queries for key in keys)
+        assert agreed.pairs(rank, walk) == seen
+        assert agreed.pairs(rank, agreed.pulled(rank)) == seen - agreed.pairs(rank, held)

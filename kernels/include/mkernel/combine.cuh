@@ -68,7 +68,7 @@ public:
         else collect<1>(tokens, out, fine);
         const Agent& agent = launch_.agent();
         agent.sync();  // all lanes have read what the peers may now overwrite
-        if (agent.lane() == 0) fetch_add(launch_.world().bytes_from_peers, brought_);
+        if (brought_ > 0) fetch_add(launch_.world().bytes_from_peers, brought_);
     }
 
     // Waits for the messages of other nodes for a chunk; gateways are in the order of nodes.
@@ -109,16 +109,13 @@ private:
         for (i64 chunk = i64(launch_.member()); chunk < plan_.chunks; chunk += i64(launch_.members())) {
             const Range tokens = block(chunk, plan_.chunk_tokens, plan_.max_tokens);
             const Span span(launch_, agent.lane() == 0, Traced::sum, Tile{peer, tokens, {0, plan_.n}});
-            for (i64 token = tokens.begin; token < tokens.end; ++token) {
-                if (!has_rows(peer, token)) continue;
-                Partial* to = sums_at(launch_.rank(), peer, token);
-                each_column<width>([&](i64 column) {
-                    Sums<width> sums;
-                    add_rows<width>(sums, peer, token, column);
-                    put<width>(to + column, sums);
-                });
-                if (agent.lane() == 0) *sent_by(launch_.rank(), peer, token) = launch_.target(1);
-            }
+            each_place<width>(tokens, peer, [&](const Token& token, i64 column) {
+                if (!token.any) return;
+                Sums<width> sums;
+                add_rows<width>(sums, token, column);
+                put<width>(sums_at(launch_.rank(), peer, token.number) + column, sums);
+                if (column == 0) *sent_by(launch_.rank(), peer, token.number) = launch_.target(1);
+            });
             u64* summed = summed_at(launch_.holder(peer), peer, launch_.rank()) + chunk;
             launch_.raise<Scope::system>(summed, 1, Writes().complete(agent));
         }
@@ -145,14 +142,17 @@ private:
             const bool any = node_has(source, token);
             if (agent.lane() == 0) places[token - part.begin] = any ? count : no_sum;
             if (!any) continue;
-            each_column<width>([&](i64 column) {
-                Sums<width> sums;
-                add_node<width>(sums, source, token, column);
-                put<width>(to + i64(count) * plan_.n + column, sums);
-            });
             ++count;
             brought += bytes_from_node(source, token);
         }
+        agent.sync();
+        each_place<width>(part, source, [&](const Token& token, i64 column) {
+            const u32 place = places[token.number - part.begin];
+            if (place == no_sum) return;
+            Sums<width> sums;
+            add_node<width>(sums, token, column);
+            put<width>(to + i64(place) * plan_.n + column, sums);
+        });
         agent.sync();  // all lanes have read what the peers may now overwrite
         if (agent.lane() == 0) fetch_add(launch_.world().bytes_from_peers, brought);
         return u64(plan_.nodes.head_bytes) + count * u64(plan_.n) * sizeof(Partial);
@@ -170,26 +170,77 @@ private:
             if (several_nodes) fine = fine && await_other_nodes(chunk);
             const Range part = block(chunk, plan_.chunk_tokens, tokens);
             const Span span(launch_, agent.lane() == 0, Traced::sum, Tile{rank, part, {0, plan_.n}});
-            for (i64 token = part.begin; token < part.end; ++token) {
-                T* to = static_cast<T*>(out.data) + token * out.row_stride;
-                each_column<width>([&](i64 column) {
-                    Sums<width> total = {};
-                    if (fine) add_nodes<width>(total, chunk, token, column);
-                    Pack<T, width> result;
-                    MK_UNROLL
-                    for (u32 i = 0; i < width; ++i)
-                        result.elements[i] = fine ? narrow<T>(total[i]) : not_a_number<T>();
-                    *reinterpret_cast<Pack<T, width>*>(to + column * out.column_stride) = result;
-                });
-                if (fine) brought_ += bytes_from_node(rank, token);
-            }
+            each_place<width>(part, rank, [&](const Token& token, i64 column) {
+                Sums<width> total = {};
+                if (fine) add_nodes<width>(total, chunk, token, column);
+                Pack<T, width> result;
+                MK_UNROLL
+                for (u32 i = 0; i < width; ++i)
+                    result.elements[i] = fine ? narrow<T>(total[i]) : not_a_number<T>();
+                T* to = static_cast<T*>(out.data) + token.number * out.row_stride + column * out.column_stride;
+                *reinterpret_cast<Pack<T, width>*>(to) = result;
+            });
+            if (fine)
+                for (i64 token = part.begin + agent.lane(); token < part.end; token += agent.lanes())
+                    brought_ += bytes_from_node(rank, token);
         }
     }
 
+    // A token of a rank, and what its first slots have here: looked up once for all columns.
+    struct Token {
+        u64 source;
+        i64 number;
+        bool any;  // whether there is a row here
+        struct Slot {
+            bool has, known;  // a row; which one, if a caller has not kept fewer rows than there are
+            i64 row;
+            Acc weight;
+        } slots[batch];
+    };
+
+    MK_DEVICE Token look_up(u64 source, i64 number) const {
+        Token token{source, number, false};
+        look_up(token, 0);
+        MK_UNROLL
+        for (u32 i = 0; i < batch; ++i) token.any = token.any || token.slots[i].has;
+        if (plan_.slots > batch) token.any = has_rows(source, number);
+        return token;
+    }
+    // From a slot on.
+    MK_DEVICE void look_up(Token& token, u32 first) const {
+        const u64* words = words_of(token.source, token.number) + first;
+        const Acc* weights = factors_of(token.source, token.number) + first;
+        const u32 left = u32(plan_.slots) - first;
+        const u64 none = launch_.target(0);
+        u64 word[batch];
+        MK_UNROLL
+        for (u32 i = 0; i < batch; ++i) word[i] = i < left ? words[i] : 0;
+        MK_UNROLL
+        for (u32 i = 0; i < batch; ++i) {
+            typename Token::Slot& slot = token.slots[i];
+            slot.has = word[i] >= none;
+            slot.row = i64(word[i] - none);
+            slot.known = slot.has && slot.row < row_count_;
+            slot.weight = slot.known ? weights[i] : not_a_number<Acc>();
+        }
+    }
+
+    // visit(token, column) for all packs of all columns of some tokens: neighbouring ones are those of neighbouring lanes, and
+    // each warp of the agent has its share of all, in their order.
     template <u32 width, class Visit>
-    MK_DEVICE void each_column(Visit visit) const {
-        const i64 step = i64(launch_.agent().lanes()) * width;
-        for (i64 column = i64(launch_.agent().lane()) * width; column < plan_.n; column += step) visit(column);
+    MK_DEVICE void each_place(Range tokens, u64 source, Visit visit) const {
+        const Agent warp = Agent::warp();
+        const i64 run = i64(warp.lanes()) * width, runs = ceil_div(plan_.n, run), all = tokens.size() * runs;
+        const i64 part = launch_.agent().part(), parts = Agent::warps, end = all * (part + 1) / parts;
+        i64 at = all * part / parts;
+        while (at < end) {
+            const i64 number = at / runs, first = at - number * runs, left = end - at, rest = runs - first;
+            const Token token = look_up(source, tokens.begin + number);
+            const i64 count = left < rest ? left : rest;
+            for (i64 i = first; i < first + count; ++i)
+                if (const i64 column = i * run + i64(warp.lane()) * width; column < plan_.n) visit(token, column);
+            at += count;
+        }
     }
 
     MK_DEVICE i64 index(u64 source, i64 token) const { return i64(source) * plan_.max_tokens + token; }
@@ -260,56 +311,53 @@ private:
         return sums * u64(plan_.n) * sizeof(Partial);
     }
 
-    // From a column on, the sum over the slots of a token that have a row here, in their order; whether any has. Loads of
-    // some slots are under way together.
+    // From a column on, the sum over the slots of a token that have a row here, in their order. Loads of some slots are under
+    // way together.
     template <u32 width>
-    MK_DEVICE bool add_rows(Sums<width>& sums, u64 source, i64 token, i64 column) const {
-        const Acc* weights = factors_of(source, token);
-        const u64* words = words_of(source, token);
-        const u64 none = launch_.target(0);
-        const u32 slots = u32(plan_.slots);
-        const T* rows = static_cast<const T*>(rows_.data) + column * rows_.column_stride;
-        bool any = false;
+    MK_DEVICE void add_rows(Sums<width>& sums, const Token& token, i64 column) const {
         MK_UNROLL
         for (u32 i = 0; i < width; ++i) sums[i] = 0;
-        for (u32 first = 0; first < slots; first += batch) {
-            u64 word[batch];
-            Acc weight[batch];
-            Loaded<T, width> pack[batch];
-            MK_UNROLL
-            for (u32 j = 0; j < batch; ++j) word[j] = first + j < slots ? words[first + j] : 0;
-            MK_UNROLL
-            for (u32 j = 0; j < batch; ++j) {
-                // A caller may have kept fewer rows than there are: what they were is not known.
-                const bool has = word[j] >= none, known = has && i64(word[j] - none) < row_count_;
-                weight[j] = known ? weights[first + j] : not_a_number<Acc>();
-                pack[j] = {};
-                if (known) pack[j] = *reinterpret_cast<const Loaded<T, width>*>(rows + i64(word[j] - none) * rows_.row_stride);
-            }
-            MK_UNROLL
-            for (u32 j = 0; j < batch; ++j) {
-                if (word[j] < none) continue;
-                any = true;
-                MK_UNROLL
-                for (u32 i = 0; i < width; ++i) sums[i] += weight[j] * Acc(widen(pack[j][i]));
-            }
+        add_slots<width>(sums, token, column);
+        if (plan_.slots <= batch) return;
+        Token rest = token;
+        for (u32 first = batch; first < u32(plan_.slots); first += batch) {
+            look_up(rest, first);
+            add_slots<width>(sums, rest, column);
         }
-        return any;
+    }
+
+    template <u32 width>
+    MK_DEVICE void add_slots(Sums<width>& sums, const Token& token, i64 column) const {
+        const T* rows = static_cast<const T*>(rows_.data) + column * rows_.column_stride;
+        Loaded<T, width> pack[batch];
+        MK_UNROLL
+        for (u32 j = 0; j < batch; ++j) {
+            pack[j] = {};
+            if (token.slots[j].known)
+                pack[j] = *reinterpret_cast<const Loaded<T, width>*>(rows + token.slots[j].row * rows_.row_stride);
+        }
+        MK_UNROLL
+        for (u32 j = 0; j < batch; ++j) {
+            if (!token.slots[j].has) continue;
+            MK_UNROLL
+            for (u32 i = 0; i < width; ++i) sums[i] += token.slots[j].weight * Acc(widen(pack[j][i]));
+        }
     }
 
     // From a column on, the sum over the ranks of this node, in their order, for a token.
     template <u32 width>
-    MK_DEVICE void add_node(Sums<width>& total, u64 owner, i64 token, i64 column) const {
+    MK_DEVICE void add_node(Sums<width>& total, const Token& token, i64 column) const {
         const Node node = launch_.node();
         MK_UNROLL
         for (u32 i = 0; i < width; ++i) total[i] = 0;
         for (u64 peer = node.begin; peer < node.begin + node.size; ++peer) {
             Sums<width> sums;
             if (peer == launch_.rank()) {
-                if (!add_rows<width>(sums, owner, token, column)) continue;
+                if (!token.any) continue;
+                add_rows<width>(sums, token, column);
             } else {
-                if (!has_sum(peer, owner, token)) continue;
-                load<width>(sums, sums_at(peer, owner, token) + column);
+                if (!has_sum(peer, token.source, token.number)) continue;
+                load<width>(sums, sums_at(peer, token.source, token.number) + column);
             }
             MK_UNROLL
             for (u32 i = 0; i < width; ++i) total[i] += sums[i];
@@ -318,18 +366,18 @@ private:
 
     // The same over all nodes, in their order, for one of this rank's tokens.
     template <u32 width>
-    MK_DEVICE void add_nodes(Sums<width>& total, i64 chunk, i64 token, i64 column) const {
-        if (!several_nodes) return add_node<width>(total, launch_.rank(), token, column);
+    MK_DEVICE void add_nodes(Sums<width>& total, i64 chunk, const Token& token, i64 column) const {
+        if (!several_nodes) return add_node<width>(total, token, column);
         const Network& network = *launch_.world().network;
         MK_UNROLL
         for (u32 i = 0; i < width; ++i) total[i] = 0;
         for (u64 node = 0; node <= network.gateway_count; ++node) {
             Sums<width> sums;
             if (node == network.node) {
-                if (!node_has(launch_.rank(), token)) continue;
-                add_node<width>(sums, launch_.rank(), token, column);
+                if (!node_has(launch_.rank(), token.number)) continue;
+                add_node<width>(sums, token, column);
             } else {
-                const Partial* from = sum_of_node(node, chunk, token);
+                const Partial* from = sum_of_node(node, chunk, token.number);
                 if (from == nullptr) continue;
                 load<width>(sums, from + column);
             }

@@ -60,6 +60,7 @@ constexpr u32 consumers = 2, spare_warp = 1 + consumers;
 constexpr u32 copiers = 64;          // threads that copy rows which lie apart
 constexpr u32 line_bytes = Strip<u8>::line_bytes;  // of shared memory, within which tensor copies swizzle
 constexpr u32 strip_rows = Strip<u8>::rows;        // of one matrix instruction
+constexpr u32 pushed_bytes = 2048;  // to a peer at once: behind what a busy link does not take yet wait the next panels
 constexpr u32 row_step = 16, row_box = 32;         // flexible rows of a tile are multiplied, and loaded, so many at a time
 
 // Registers of a thread: what one warpgroup gives up the others get, and a block waits for ever for more than it has.
@@ -817,9 +818,13 @@ public:
                 storer.each_strip(part, width(tile) / sides / wide, wide, [&](const Tile& piece, u8* staged, u32 i) {
                     if (i == 0) stored.begin();
                     if (has_failed(shared)) self.drop();
-                    for (u64 to = lane; self.live() && to < receivers; to += self.agent().lanes())
-                        ptx::store_bulk((to == lane ? nearest : sink.slot(self, part, to)) + i * Results::bytes, staged,
-                                        Results::bytes);
+                    for (u32 at = 0; at < Results::bytes; at += pushed_bytes) {
+                        for (u64 to = lane; self.live() && to < receivers; to += self.agent().lanes())
+                            ptx::store_bulk((to == lane ? nearest : sink.slot(self, part, to)) + i * Results::bytes + at,
+                                            staged + at, pushed_bytes);
+                        ptx::commit_stores();
+                        ptx::wait_stores_read<0>();
+                    }
                     if (own && !storer.store_mapped(piece, staged))
                         sink.results().deliver(self, piece, Results{staged});
                 });
