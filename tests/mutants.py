@@ -85,6 +85,7 @@ NODE_EXPERT_ORDER = (
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_SUMS = ("test_emulated_gemm.py::test_sums_over_ranks",)
+EMULATED_STRIPS = ("test_emulated_gemm.py::test_many_strips_pass_through_few_slots",)
 EMULATED_COURIER = ("test_emulated_gemm.py::test_long_chunks_pass_through_few_slots",)
 EMULATED_ATTENTION = ("test_emulated_attention.py",)
 EMULATED_DISPATCH = ("test_emulated_experts.py::test_dispatch_equals_reference",)
@@ -374,10 +375,28 @@ MUTANTS = {
         DIFFERENT_SUMS,
     ),
     "wait for sums": Mutant(
-        H + "reduction.cuh",
-        "if (!launch.wait(agent, sums.signal(launch.rank(), number), 1, sum))",
-        "if ((void)sum, !launch.live())",
+        H + "sums.cuh",
+        "if (!launch_.wait(launch_.agent(), zone_.signal(launch_.rank(), number), 1, sum))",
+        "if ((void)sum, !launch_.live())",
         INTERLEAVINGS,
+    ),
+    "sums: strips that are not loaded yet": Mutant(
+        H + "sums.cuh",
+        "ptx::wait(&slot.loaded, stored_++ / slots_ % 2);",
+        "++stored_;",
+        EMULATED_STRIPS,
+    ),
+    "sums: strips that are still read": Mutant(
+        H + "sums.cuh",
+        "        ptx::wait_stores_read<0>();  // the last one may have been of this slot\n",
+        "",
+        EMULATED_STRIPS,
+    ),
+    "sums: the last strips": Mutant(
+        H + "sums.cuh", "while (stored_ < sent_) store_oldest();", "", EMULATED_STRIPS
+    ),
+    "sums: where strips are swizzled": Mutant(
+        H + "sums.cuh", "(begin + pattern - 1) / pattern * pattern", "begin", EMULATED_STRIPS
     ),
     "one shot: words of an earlier call": Mutant(
         H + "one_shot.cuh",
@@ -609,8 +628,8 @@ MUTANTS = {
     ),
     "combination: rows of an earlier call": Mutant(
         H + "combine.cuh",
-        "if (word[j] < none) continue;",
-        "if (word[j] == 0) continue;",
+        "slot.has = word[i] >= none;",
+        "slot.has = word[i] > 0;",
         COMBINED,
     ),
     "combination: sums of an earlier call": Mutant(

@@ -18,7 +18,14 @@ from mkernel_cp.runtime import Runtime
 from mkernel_cp.targets import cuda
 
 _registering = threading.Lock()
-_ROOM = 1 << 30  # of a rank, for its arrays: the driver allocates none while a kernel runs
+_ROOM = 1 << 30
+
+
+def _make_room(cupy):
+    """Fill CuPy's pools for a rank: no driver allocates while a kernel waits."""
+    cupy.empty(_ROOM, np.uint8)
+    pinned = [cupy.cuda.alloc_pinned_memory(1 << bits) for bits in range(9, 25)]
+    del pinned
 
 
 class _Share(cuda.CudaTarget):
@@ -29,6 +36,11 @@ class _Share(cuda.CudaTarget):
         share = self.gpu.processors // mpi.Get_size()
         self.gpu = dataclasses.replace(self.gpu, processors=share)
         self._chain = cuda._Chain(self._cupy)  # launches of the ranks wait for each other
+
+    def asnumpy(self, array):
+        """Wait first: a copy that waits itself keeps the other ranks out of the driver."""
+        self._cupy.cuda.get_current_stream().synchronize()
+        return super().asnumpy(array)
 
     def ticket(self, segment):
         return segment.address, segment.nbytes
@@ -99,7 +111,7 @@ def run(size, program, *args, **options):
             cupy.cuda.Device(0),
             cupy.cuda.Stream(non_blocking=True),
         ):
-            cupy.empty(_ROOM, np.uint8)  # free again: so is what its stream asks for from now on
+            _make_room(cupy)
             with mk.Communicator(mpi, target="host", **options) as comm:
                 return program(comm, *args)
 

@@ -155,6 +155,23 @@ def test_sums_over_ranks(on, form, engine, case):
         sums.test_equals_reference(operator, case)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_many_strips_pass_through_few_slots(on, seed, monkeypatch):
+    """A warp alone stores what the peer has pushed of earlier stripes."""
+    monkeypatch.setattr(plans, "_HOPPER_TILES", ((128, 256, 1, 1.0),))
+    half = "bfloat16"
+    case = ReductionCase("strips", (200, 190), 1032, (40, 30), half, half, transfer_dtype=half)
+    options = {"split": (0, 1)}
+
+    def program(comm):
+        out, expected = sums.call_case("gemm_allreduce", comm, case, seed, **options)
+        expected.assert_close(out)
+
+    on("hopper", seed=1 + seed)
+    with worlds.one_shot(False):
+        worlds.run(2, program)
+
+
 def test_sums_of_pairs_of_blocks(on, monkeypatch):
     monkeypatch.setattr(plans, "_HOPPER_TILES", (PAIR,))
     half = "bfloat16"

@@ -39,7 +39,7 @@ def call(operator, comm, a, b, **keywords):
     return getattr(mk, operator)(a, b, comm=comm, **keywords)
 
 
-def call_case(operator, comm, case, seed, integers=False):
+def call_case(operator, comm, case, seed, integers=False, **options):
     """One call of a rank on poisoned memory, and its reference."""
     a_blocks, b_blocks = reduction_operands(case, seed, integers=integers)
     rows = share(operator, comm, case.row_counts)
@@ -54,7 +54,7 @@ def call_case(operator, comm, case, seed, integers=False):
         row_counts=None if case.split_rows else case.row_counts,
         out=out,
         dtype=case.out_dtype,
-        options=mk.Options(transfer_dtype=case.transfer_dtype),
+        options=mk.Options(transfer_dtype=case.transfer_dtype, **options),
     )
     assert result is out
     whole = operator == "gemm_allreduce"
