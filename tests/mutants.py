@@ -725,7 +725,7 @@ MUTANTS = {
         H + "combine.cuh", "&& places % 16 == 0;", ";", COMBINED
     ),
     "courier: lines of a list": Mutant(
-        H + "courier.cuh", "list[i] * from.pitch", "i * from.pitch", EMULATED_GATHER
+        H + "courier.cuh", "next * from.pitch", "i * from.pitch", EMULATED_GATHER
     ),
     "portable: rows of a list": Mutant(
         H + "engine/portable.cuh", "operand.places[line]", "operand.places[0]", EMULATED_DISPATCH
@@ -1177,29 +1177,18 @@ for name, (file, old, new) in {
 }.items():
     MUTANTS[name] = Mutant(H + "engine/" + file, old, new, EMULATED_GEMM)
 
-SHORT_LINES = "test_emulated_attention.py::test_any_order_of_threads_and_copies"
-for name, (old, new, *tests) in {
+for name, (old, new) in {
     "courier: stored before it is loaded": (
-        "ptx::wait(&slot.loaded, slot.parity);",
+        "ptx::wait(&slot.loaded, out_parity_);",
         "",
     ),
     "courier: signal before the bytes": ("ptx::wait_stores<0>();", ""),
-    "courier: short lines stored before they are loaded": (
-        "settle<most_slots - 2>(warp);",
-        "warp.sync();",
-        SHORT_LINES,
-    ),
-    "courier: last short lines stored before they are loaded": (
-        "        settle();\n        if (launch_.agent().lane() == 0 && Belt::fits(",
-        "        if (launch_.agent().lane() == 0 && Belt::fits(",
-        SHORT_LINES,
-    ),
     "courier: slot loaded while it is stored": (
         "ptx::wait_stores_read<1>();  // the store",
         "// the store",
     ),
 }.items():
-    MUTANTS[name] = Mutant(H + "courier.cuh", old, new, tuple(tests) or EMULATED_COURIER)
+    MUTANTS[name] = Mutant(H + "courier.cuh", old, new, EMULATED_COURIER)
 
 HOPPER_ATTENTION = tuple(
     f"{EMULATED_ATTENTION[0]}::{name}"

@@ -238,7 +238,7 @@ private:
     // As many loads under way as the link's latency asks for, then their stores.
     template <class Word, class Order>
     static MK_DEVICE void run(const Agent& agent, const Lines<Order>& lines) {
-        constexpr u32 batch = 8;
+        constexpr u32 batch = 16;
         const i64 rest = lines.bytes % i64(sizeof(Word));
         if (const u32 words = u32(lines.bytes / i64(sizeof(Word)))) {
             Place from(agent, words), to = from;
