@@ -433,7 +433,9 @@ _LARGE_GROUP = 896
 HOPPER_TILES = tuple((*shape[:2], _HOPPER_GATE) for shape in _HOPPER_TILES)
 # What the start and the end of a tile take as long as, of k, by the blocks that share it.
 _HOPPER_TILE_K = {1: 350, 2: 500}
-_ONE_TILE = 1.35  # how much longer one tile each takes: those of peers' rows wait for all of these
+# Where each block has one tile, those of peers' rows wait: for the call, and for rows in so much more
+# than the time in which a link may bring them.
+_CALL_S, _BRINGING = 12e-6, 1.3
 
 
 def _hopper_bytes(tile: tuple[int, ...], cluster: int, stages: int, strips: int) -> int:
@@ -441,6 +443,7 @@ def _hopper_bytes(tile: tuple[int, ...], cluster: int, stages: int, strips: int)
     return stages * (rows + columns) * 128 + 2 * strips * 8192 + 1024
 
 
+LINK_RATE = 350e9  # bytes per second into a rank
 # Bytes per second that a block brings if it does nothing else, and operations per second of a
 # multiprocessor: as on an H100. In what part of the time of a product its rows are to be there.
 _MOVER_RATE, _PROCESSOR_RATE, _IN_TIME = 20e9, 6e12, 0.8
@@ -500,8 +503,12 @@ def hopper_tile(
         agents = max(1, (processors - movers) // cluster)
         half = gathers and _halved(tiles, make(candidate), agents) > 0
         waves = tiles // agents + _HALF_TILE if half else math.ceil(tiles / agents)
-        waits = _ONE_TILE if gathers and len(row_counts) > 1 and 4 * tiles <= 5 * agents else 1
-        return waits * waves * rows / cluster * columns * (k + _HOPPER_TILE_K[cluster]) / rate
+        area = rows // cluster * columns
+        seconds = 2 * waves * area * (k + _HOPPER_TILE_K[cluster]) / (rate * _PROCESSOR_RATE)
+        if gathers and len(row_counts) > 1 and 4 * tiles <= 5 * agents:
+            incoming = 2 * (sum(row_counts) - min(row_counts)) * k
+            seconds = _CALL_S + max(seconds, _BRINGING * incoming / LINK_RATE)
+        return seconds
 
     if options.tile is None:
         return make(min(_HOPPER_TILES, key=cost))
@@ -1281,9 +1288,7 @@ def choose_split(
 # What one_shot.cuh puts together: columns; and data that a word of 8 bytes carries.
 _GROUP = 4
 _TOLD_BYTES = 4
-# Bytes per second into a rank, and what it takes that bytes are known to be there.
-LINK_RATE = 350e9
-_HANDOVER_S = 5e-6
+_HANDOVER_S = 5e-6  # what it takes that bytes are known to be there
 
 
 def _told_bytes(exact: int, rounded: int, n: int, dtype: np.dtype, transfer_dtype: np.dtype) -> int:
