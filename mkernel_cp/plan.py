@@ -658,17 +658,32 @@ class PlanFile:
         with open(path, encoding="utf-8") as file:
             try:
                 entries = json.load(file)
-                name = entries.pop("operator")
-                values = {key: given(value) for key, value in entries.items()}
+                cls._check_entries(entries)
+                values = {key: given(value) for key, value in entries.items() if key != "operator"}
                 for key in ("dtype", "out_dtype", *cls.more_dtypes):
                     values[key] = np.dtype(values[key])
-                if name != cls.operator:
-                    raise ValueError(f"it is one of {name}")
                 return cls(**values)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"{os.fspath(path)} holds no plan of {cls.operator}: {error}"
                 ) from None
+
+    @classmethod
+    def _check_entries(cls, entries: Any) -> None:
+        """Raise ValueError unless a JSON object has what a plan of this kind is written as."""
+        if not isinstance(entries, dict):
+            raise ValueError("it is no JSON object")
+        if entries.get("operator", cls.operator) != cls.operator:
+            raise ValueError(f"it is one of {entries['operator']}")
+        known = "operator", *(field.name for field in fields(cls))
+        missing = ", ".join(name for name in known if name not in entries)
+        unknown = ", ".join(name for name in entries if name not in known)
+        found = [f"it lacks {missing}"] * bool(missing) + [f"{unknown} is unknown"] * bool(unknown)
+        if found:
+            raise ValueError(
+                f"{' and '.join(found)}: it was written by another version of mkernel_cp; make "
+                "the plan again"
+            )
 
 
 class NodesPlan(PlanFile):
