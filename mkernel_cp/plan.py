@@ -117,6 +117,13 @@ def integer(value: Any) -> int:
     return operator.index(value)
 
 
+def number(value: Any) -> float:
+    """Return what `float` makes of a value; TypeError for a bool, of Python or of an array."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) == np.dtype(bool):
+        raise TypeError("a bool")
+    return float(value)
+
+
 def check_dtype(name: str, dtype: np.dtype) -> None:
     """Raise TypeError, with the allowed ones, for a dtype that operators do not take."""
     if dtype not in DTYPES:

@@ -601,6 +601,8 @@ WRONG = {
     "layout": (ValueError, "contiguous, zigzag", {"layout": "striped"}),
     "infinite scale": (ValueError, "finite", {"scale": np.inf}),
     "a word as scale": (TypeError, "number", {"scale": "big"}),
+    "a bool as scale": (TypeError, "scale=True: use a number", {"scale": True}),
+    "a bool of an array as scale": (TypeError, "use a number", {"scale": np.array(True)}),
     "little workspace": (ValueError, "at least 384 bytes", {"max_workspace": 383}),
     "negative workspace": (ValueError, "0 or more", {"max_workspace": -1}),
     "fractional workspace": (TypeError, "integer", {"max_workspace": 1e9}),
