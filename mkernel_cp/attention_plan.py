@@ -597,14 +597,13 @@ def choose_attention_tile(
     ValueError
         If the options ask for a tile that the engine cannot take.
     """
-    columns = attention.columns
-    if options.tile and options.tile[2] != columns:
-        raise ValueError(
-            f"Options(tile={options.tile}): attention takes all columns of a head at a time; use "
-            f"{(*options.tile[:2], columns)}"
-        )
+    columns, all_columns = attention.columns, "attention takes all columns of a head at a time"
     if gpu is None:
-        queries, keys, _ = options.tile or (64, 64, columns)
+        queries, keys, depth = options.tile or (64, 64, columns)
+        if depth != columns:
+            raise ValueError(
+                f"Options(tile={options.tile}): {all_columns}; use {(queries, keys, columns)}"
+            )
         most = max(attention.seq_counts, default=0)
         queries = min(queries, max(1, attention.seq_counts[rank]))
         return HostAttentionTile((queries, min(keys, max(1, most)), columns))
@@ -616,8 +615,8 @@ def choose_attention_tile(
         if options.tile in (None, chosen.tile):
             return chosen
     raise ValueError(
-        f"Options(tile={options.tile}): for {attention.dtype.name} and D={columns} a GPU takes "
-        f"{' or '.join(str(chosen.tile) for chosen in choices)}"
+        f"Options(tile={options.tile}): {all_columns}, and for {attention.dtype.name} and "
+        f"D={columns} a GPU takes {' or '.join(str(chosen.tile) for chosen in choices)}"
     )
 
 

@@ -37,13 +37,15 @@ _CHOICES = "ids (T, k) of the experts of each token; -1: none"
 _WEIGHTS = "weights (T, k) of the choices, float32, or float64 for float64"
 
 _SHAPES = {
-    ("M", "K", "N"): "rows of all ranks, K, columns of each rank (of a sum: M, K of a rank, N)",
-    ("tokens", "H", "I", "E", "k"): "tokens, columns of tokens and of what an expert makes of "
-    "them, experts of all ranks, choices of a token",
-    ("tokens", "N", "E", "k"): "tokens, columns of what is made of them, experts of all ranks, "
-    "choices of a token",
-    ("S", "B", "Hq", "Hkv", "D"): "positions of all ranks, batch, heads of queries, of keys and "
-    "values, columns of a head",
+    ("M", "K", "N"): "M rows of all ranks, K, N columns of each rank (of a sum: K of each rank, "
+    "all N columns)",
+    ("tokens", "H", "I", "E", "k"): "tokens of all ranks, H columns of a token, I columns that an "
+    "expert makes of them (moe-layer: between its two products), E experts of all ranks, k experts "
+    "that a token chooses",
+    ("tokens", "N", "E", "k"): "tokens of all ranks, N columns of what is made of them, E experts "
+    "of all ranks, k experts that a token chooses",
+    ("S", "B", "Hq", "Hkv", "D"): "S positions of all ranks, B batch entries, Hq heads of queries, "
+    "Hkv heads of keys and values, D columns of a head",
 }
 
 _DESCRIPTION = """\
@@ -271,7 +273,7 @@ def _add_measured(operator: Any, name: str) -> None:
     keys = SHAPE_KEYS[bench.BENCHES[name].operator]
     operator.add_argument(
         "--shape",
-        type=bench.shape_of(keys),
+        type=bench.shape_of(keys, _SHAPES[keys]),
         action="append",
         metavar=",".join(keys),
         help=f"{_SHAPES[keys]}; may be given several times",

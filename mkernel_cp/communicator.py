@@ -42,6 +42,9 @@ class Communicator:
     entry_timeout, progress_timeout : float, optional
         Seconds that a call waits for a peer to enter it (default 600), and for a peer that has
         entered it to go on (default 30); 0 means no limit. MKERNEL_TIMEOUT changes the defaults.
+        A peer shows that it goes on by what it finishes, so `progress_timeout` has to be longer
+        than one may multiply, or be kept from running, in between: a second or more. Where threads
+        outnumber cores, nothing may be finished for tenths of a second.
     oversubscribe : bool, optional
         Let several ranks have one GPU, which is slow and meant for tests. Default: refuse that.
 

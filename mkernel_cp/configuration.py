@@ -9,7 +9,7 @@ import numpy as np
 
 from . import errors, settings
 from .construction import host_of
-from .plan import integer
+from .plan import integer, number
 from .reference import array_split_counts
 from .targets import cuda
 
@@ -183,7 +183,7 @@ def _nodes(nodes: Any, size: int) -> tuple[int, ...] | None:
 
 def _seconds(name: str, value: float | None, default: float) -> float:
     try:
-        seconds = float(default if value is None else value)
+        seconds = number(default if value is None else value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}={value!r}: use a number of seconds") from None
     # The kernels count in 64-bit nanoseconds; a century is no limit that anybody means.

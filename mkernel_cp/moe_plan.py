@@ -28,6 +28,7 @@ from .plan import (
     network_agents,
     network_bytes,
     portable_tile,
+    takes_group_tile,
 )
 from .reference import accumulator_dtype, array_split_counts
 from .topology import Topology
@@ -969,6 +970,18 @@ def takes_fast_engine(dtype: np.dtype, products: Sequence[tuple[int, int]], gpu:
     return _has_fast_engine(dtype, gpu) and aligned
 
 
+def takes_measured(
+    tile: tuple[int, int, int],
+    dtype: np.dtype,
+    products: Sequence[tuple[int, int]],
+    gpu: Gpu,
+    *,
+    pairs: bool = False,
+) -> bool:
+    """Return whether a tile can be that of products; measured are those of the fast engine."""
+    return takes_fast_engine(dtype, products, gpu) and takes_group_tile(tile, pairs=pairs)
+
+
 def _tile(
     dispatch: Dispatch,
     rank: int,
@@ -987,13 +1000,12 @@ def _tile(
             f"{dispatch.experts} experts: to sort by them takes {dispatch.sort_bytes} bytes of "
             f"shared memory, the GPU has {gpu.shared_bytes} per block: use fewer"
         )
-    tile = None
     if takes_fast_engine(dispatch.dtype, products, gpu):
         rows = dispatch.ranks * dispatch.max_tokens * dispatch.slots / max(1, dispatch.experts)
         incoming = (dispatch.ranks - 1) * dispatch.max_tokens * dispatch.pitch
         groups = dispatch.experts_of[rank]
-        tile = hopper_group_tile(rows, groups, products, incoming, options, gpu, pairs=pairs)
-    return tile or portable_tile(dispatch.dtype, options, gpu.shared_bytes)
+        return hopper_group_tile(rows, groups, products, incoming, options, gpu, pairs=pairs)
+    return portable_tile(dispatch.dtype, options, gpu.shared_bytes)
 
 
 def _most_tiles(dispatch: Dispatch, rank: int, columns: int, chosen: Any) -> int:

@@ -42,7 +42,10 @@ class Options:
         work for. Without movers compute agents do their work too. Sums over ranks may have a third,
         inter-reduce: agents that add what leaves their node; nothing within one node.
     tile : tuple of int, optional
-        (rows, columns, k) of what an agent computes at a time, each at least 1.
+        (rows, columns, k) of what an agent computes at a time, each at least 1. On GPUs of compute
+        capability 9.0, operators on experts that multiply 16-bit operands take few, which the error
+        for another one lists; whether an expert's last rows make shorter tiles follows from how
+        many it has, about.
     chunk_bytes : int, optional
         About how much of an operand is moved at a time. All ranks must give the same.
     transfer_dtype : data-type, optional
@@ -112,6 +115,13 @@ def integer(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError("a bool")
     return operator.index(value)
+
+
+def number(value: Any) -> float:
+    """Return what `float` makes of a value; TypeError for a bool, of Python or of an array."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) == np.dtype(bool):
+        raise TypeError("a bool")
+    return float(value)
 
 
 def check_dtype(name: str, dtype: np.dtype) -> None:
@@ -528,8 +538,22 @@ def hopper_group_tiles(gpu: Gpu, movers: int, *, pairs: bool = False) -> list[Ho
             row_step=step,
         )
         for rows, columns, step, _ in _GROUP_TILES
-        if columns == 256 or not pairs
+        if (rows, columns) in _group_shapes(pairs)
     ]
+
+
+def takes_group_tile(tile: tuple[int, int, int], *, pairs: bool = False) -> bool:
+    """Return whether engine/hopper.cuh takes a tile for groups of rows.
+
+    `pairs`: as for `hopper_group_tiles`.
+    """
+    return tile[:2] in _group_shapes(pairs) and tile[2] % 64 == 0
+
+
+def _group_shapes(pairs: bool) -> list[tuple[int, int]]:
+    """Return rows and columns of the tiles that there are for groups of rows."""
+    shapes = [(rows, columns) for rows, columns, *_ in _GROUP_TILES if columns == 256 or not pairs]
+    return list(dict.fromkeys(shapes))
 
 
 def hopper_group_tile(
@@ -541,10 +565,8 @@ def hopper_group_tile(
     gpu: Gpu,
     *,
     pairs: bool = False,
-) -> HopperTile | None:
+) -> HopperTile:
     """Choose the tile of engine/hopper.cuh for groups of rows, each with a matrix of its own.
-
-    None if the options ask for one that it cannot take.
 
     Parameters
     ----------
@@ -559,7 +581,18 @@ def hopper_group_tile(
     gpu : Gpu
     pairs : bool
         As for `hopper_group_tiles`.
+
+    Raises
+    ------
+    ValueError
+        If the options ask for a tile that it cannot take.
     """
+    if options.tile is not None and not takes_group_tile(options.tile, pairs=pairs):
+        allowed = " or ".join(f"({rows}, {columns}, k)" for rows, columns in _group_shapes(pairs))
+        raise ValueError(
+            f"Options(tile={options.tile}): for these experts{' and swiglu' if pairs else ''} the "
+            f"GPU takes {allowed}, where k is a multiple of 64"
+        )
     processors = min(gpu.processors, options.sm_budget or gpu.processors)
     operations = 2 * groups * rows * sum(columns * k for columns, k in products)
     seconds = operations / (processors * _PROCESSOR_RATE) or math.inf
@@ -585,9 +618,8 @@ def hopper_group_tile(
     candidates = sorted(hopper_group_tiles(gpu, movers, pairs=pairs), key=is_for_others)
     if options.tile is None:
         return min((tile for tile in candidates if not is_for_others(tile)), key=cost)
-    *shape, gate = options.tile
-    found = [t for t in candidates if t.tile[:2] == tuple(shape) and gate % 64 == 0]
-    return replace(found[0], tile=options.tile) if found else None
+    taken = next(tile for tile in candidates if tile.tile[:2] == options.tile[:2])
+    return replace(taken, tile=options.tile)
 
 
 def _takes_hopper(gpu: Gpu, dtype: np.dtype, tf32: bool) -> bool:
@@ -665,17 +697,32 @@ class PlanFile:
         with open(path, encoding="utf-8") as file:
             try:
                 entries = json.load(file)
-                name = entries.pop("operator")
-                values = {key: given(value) for key, value in entries.items()}
+                cls._check_entries(entries)
+                values = {key: given(value) for key, value in entries.items() if key != "operator"}
                 for key in ("dtype", "out_dtype", *cls.more_dtypes):
                     values[key] = np.dtype(values[key])
-                if name != cls.operator:
-                    raise ValueError(f"it is one of {name}")
                 return cls(**values)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"{os.fspath(path)} holds no plan of {cls.operator}: {error}"
                 ) from None
+
+    @classmethod
+    def _check_entries(cls, entries: Any) -> None:
+        """Raise ValueError unless a JSON object has what a plan of this kind is written as."""
+        if not isinstance(entries, dict):
+            raise ValueError("it is no JSON object")
+        if entries.get("operator", cls.operator) != cls.operator:
+            raise ValueError(f"it is one of {entries['operator']}")
+        known = "operator", *(field.name for field in fields(cls))
+        missing = ", ".join(name for name in known if name not in entries)
+        unknown = ", ".join(name for name in entries if name not in known)
+        found = [f"it lacks {missing}"] * bool(missing) + [f"{unknown} is unknown"] * bool(unknown)
+        if found:
+            raise ValueError(
+                f"{' and '.join(found)}: it was written by another version of mkernel_cp; make "
+                "the plan again"
+            )
 
 
 class NodesPlan(PlanFile):

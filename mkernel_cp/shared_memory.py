@@ -1,7 +1,6 @@
 """The memory that ranks share: arrays of users and the arena of plans, in segments of each rank."""
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from . import errors
 from .agreement import Agreements
 from .calls import Calls
 from .memory import Heap, Segment, SegmentTable, extent, round_up
+from .plan import integer
 from .topology import Topology
 from .world import World
 
@@ -118,7 +118,7 @@ class SharedMemory:
     def _empty(self, shape: Any, dtype: Any, order: str) -> Any:
         try:
             shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-            shape = tuple(operator.index(extent) for extent in shape)
+            shape = tuple(map(integer, shape))
         except TypeError:
             raise TypeError(f"shape={shape!r}: use an integer or a tuple of integers") from None
         dtype = np.dtype(dtype)

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import itertools
 import json
+import re
 import sys
 import types
 
@@ -12,7 +13,7 @@ import pytest
 from launcher import mpirun
 
 import mkernel_cp as mk
-from mkernel_cp import reference
+from mkernel_cp import cli, reference
 from mkernel_cp.bench import baselines, records, routes, timing
 from mkernel_cp.bench.ring_attention import merge
 from mkernel_cp.commands import spelled
@@ -273,12 +274,11 @@ def test_a_wrong_sum_gets_no_time(operator, who, field):
 @pytest.mark.parametrize(
     ("operator", "option", "words"),
     [
-        ("allgather-gemm", "--shape=1,2", "argument --shape: invalid shape value: '1,2'"),
-        ("allgather-gemm", "--shape=1,2,0", "argument --shape: invalid shape value: '1,2,0'"),
+        ("allgather-gemm", "--shape=1,2", "argument --shape: '1,2': use M,K,N, whole numbers"),
         ("moe-combine", "--shape=9,9,2,3", "argument --shape: 9,9,2,3: a token chooses k of E"),
         ("ring-attention", "--shape=9,1,4,3,8", "9,1,4,3,8: Hq is not a multiple of Hkv"),
         ("ring-attention", "--shape=9,1,4,2,257", "9,1,4,2,257: D is at most 256"),
-        ("allgather-gemm", "--repeat=0", "argument --repeat: invalid repeats value: '0'"),
+        ("allgather-gemm", "--repeat=0", "argument --repeat: '0': use a whole number"),
         ("allgather-gemm", "--dtype=int8", "argument --dtype: invalid choice: 'int8'"),
     ],
 )
@@ -287,6 +287,45 @@ def test_a_wrong_command_line_is_told_once(operator, option, words):
     assert done.returncode == 2
     assert done.stderr.count("usage:") == 1
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+@pytest.mark.parametrize(
+    ("operator", "words"),
+    [
+        ("allgather-gemm", "M,K,N, whole numbers of at least 1: M rows of all ranks, K, N columns"),
+        ("moe-dispatch-gemm", "tokens,H,I,E,k, whole numbers of at least 1: tokens of all ranks, "),
+        (
+            "moe-combine",
+            "tokens,N,E,k, whole numbers of at least 1: tokens of all ranks, N columns",
+        ),
+        ("ring-attention", "S,B,Hq,Hkv,D, whole numbers of at least 1: S positions of all ranks, "),
+    ],
+)
+@pytest.mark.parametrize("text", ["", ",", "1", "a,b,c,d,e", "1,2,3,4,0", "1.5,2,3,4,5,6", "1;2"])
+def test_a_wrong_shape_is_answered_by_what_its_numbers_are(command, operator, words, text, capsys):
+    if command == "tune" and not BENCHES[operator].choices:
+        pytest.skip("nothing to tune")
+    with pytest.raises(SystemExit) as end:
+        cli._parser().parse_args([command, operator, f"--shape={text}"])
+    *_, last = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert f"error: argument --shape: {text!r}: use {words}" in last
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5"])
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("bench", "allgather-gemm"), "--repeat"),
+        (("run", "ring-attention", "q", "k", "v", "-o", "o"), "--seq-counts"),
+    ],
+)
+def test_wrong_numbers_are_answered_by_what_they_can_be(words, option, text, capsys):
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args([*words, f"{option}={text}"])
+    answer = f"error: argument {option}: {text!r}: use "
+    assert re.search(f"{re.escape(answer)}(a )?whole number", capsys.readouterr().err)
 
 
 @pytest.mark.mpi

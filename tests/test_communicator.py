@@ -423,6 +423,7 @@ def test_live_arrays_never_overlap_whenever_a_collector_runs():
         (ValueError, "negative", ((3, -2),)),
         (TypeError, None, (2.5,)),
         (TypeError, None, ((2.5, 3),)),
+        *((TypeError, "use an integer", (shape,)) for shape in (True, (2, False), np.True_)),
         (TypeError, None, ("12",)),
         (ValueError, "dimension", ((1,) * 65,)),
         (ValueError, "dimension", ((0, 1 << 70),)),
@@ -506,6 +507,8 @@ def test_too_large_an_operand_leaves_earlier_plans_usable():
         ({"entry_timeout": 1e12}, ValueError, "entry_timeout"),
         ({"entry_timeout": "soon"}, ValueError, "entry_timeout"),
         ({"entry_timeout": [1]}, TypeError, "entry_timeout"),
+        ({"entry_timeout": True}, TypeError, "entry_timeout=True: use a number of seconds"),
+        ({"progress_timeout": np.False_}, TypeError, "progress_timeout=.*False.*: use a number"),
     ],
     ids=str,
 )

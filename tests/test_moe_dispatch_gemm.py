@@ -455,7 +455,15 @@ def test_plans_for_gpus():
     assert (tile.row_step, dispatch_tile(0, few, none, gpu).row_step) == (0, 16)
     taken = dispatch_tile(0, asked, mk.Options(tile=(128, 128, 64)), gpu)
     assert (taken.engine, taken.tile, taken.row_step) == ("hopper", (128, 128, 64), 16)
-    assert dispatch_tile(0, asked, mk.Options(tile=(64, 128, 64)), gpu).engine == "portable"
+    for tile_of_few, row_step in (((128, 256, 512), 0), ((128, 256, 64), 16)):
+        experts = dispatch(**{**large, "max_tokens": 8192 if row_step == 0 else 16}, dtype=half)
+        taken = dispatch_tile(0, experts, mk.Options(tile=tile_of_few), gpu)
+        assert (taken.tile, taken.row_step) == (tile_of_few, row_step)
+    for wrong in ((64, 128, 64), (128, 256, 32), (128, 128, 1), (256, 256, 512)):
+        with pytest.raises(ValueError, match=r"takes \(128, 256, k\) or \(128, 128, k\), where k"):
+            dispatch_tile(0, asked, mk.Options(tile=wrong), gpu)
+    other = dispatch(**{**large, "n": 2044}, dtype=half, out_dtype=half)
+    assert dispatch_tile(0, other, mk.Options(tile=(64, 128, 64)), gpu).tile == (64, 128, 64)
     with pytest.raises(ValueError, match="use at least one mover"):
         plan_moe_dispatch_gemm(0, asked, tile, mk.Options((0, 8)), 132)
     with pytest.raises(ValueError, match="9000 experts: to sort by them takes"):

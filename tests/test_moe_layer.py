@@ -349,8 +349,13 @@ def test_plans_for_gpus():
     assert plan_of("swiglu").part == (64, plan_of("swiglu").tile[1] // 2)
     assert plan_of("gelu").part == (64, plan_of("gelu").tile[1])
     assert plan_of("swiglu", 7170).engine == "portable"
-    taken = Layer(4, 64, 64, 64, 8, 2, half, half, "swiglu", 64)
-    assert layer_tile(0, taken, mk.Options(tile=(128, 64, 64)), gpu).engine == "portable"
+    gated, plain = (Layer(4, 64, 64, 64, 8, 2, half, half, a, 64) for a in ("swiglu", "gelu"))
+    narrow = mk.Options(tile=(128, 128, 64))
+    assert layer_tile(0, plain, narrow, gpu).engine == "hopper"
+    with pytest.raises(ValueError, match=r"and swiglu the GPU takes \(128, 256, k\), where k is"):
+        layer_tile(0, gated, narrow, gpu)
+    with pytest.raises(ValueError, match=r"experts the GPU takes \(128, 256, k\) or \(128, 128, k"):
+        layer_tile(0, plain, mk.Options(tile=(128, 64, 64)), gpu)
 
 
 # --- wrong arguments and failures -----------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from shapes import DTYPES, ReductionCase, cases
 
 import mkernel_cp as mk
+from mkernel_cp import attention_plan, moe_plan
 from mkernel_cp import plan as plans
 from mkernel_cp.plan import DTYPES as ALLOWED
 
@@ -313,10 +315,43 @@ def test_a_plan_is_the_same_when_it_is_read_again(tmp_path):
 
 def test_what_is_no_plan_is_refused(tmp_path):
     path = tmp_path / "plan.json"
-    for text in ("", "[]", "{}", '{"operator": "other"}', '{"operator": "allgather_gemm"}'):
+    for text in ("", "[]", "3", "{}", '{"operator": "other"}', '{"operator": "allgather_gemm"}'):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"plan\.json holds no plan of allgather_gemm"):
             plans.AllGatherGemmPlan.load(path)
+    make(CASES[0], 0).save(path)
+    path.write_text(path.read_text().replace(f'"{CASES[0].dtype}"', '"no dtype"'))
+    with pytest.raises(ValueError, match=r"plan\.json holds no plan of .*no dtype"):
+        plans.AllGatherGemmPlan.load(path)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        plans.AllGatherGemmPlan,
+        plans.GemmReduceScatterPlan,
+        plans.GemmAllReducePlan,
+        attention_plan.RingAttentionPlan,
+        moe_plan.MoeDispatchGemmPlan,
+        moe_plan.MoeCombinePlan,
+        moe_plan.MoeLayerPlan,
+    ],
+)
+def test_fields_of_another_version_are_named(kind, tmp_path):
+    path = tmp_path / "plan.json"
+    names = [field.name for field in dataclasses.fields(kind)]
+    assert "split" in names
+    lacking = {"operator": kind.operator, **dict.fromkeys(names)}
+    del lacking["split"]
+    for entries, text in (
+        (lacking, "it lacks split: it was written by another version of mkernel_cp"),
+        ({**lacking, "split": [], "color": 1}, "color is unknown: it was written by another"),
+        ({**lacking, "color": 1}, "it lacks split and color is unknown: it was written by"),
+        ({"operator": kind.operator}, f"it lacks {', '.join(names)}: it was written by"),
+    ):
+        path.write_text(json.dumps(entries))
+        with pytest.raises(ValueError, match=f"holds no plan of {kind.operator}: {text}"):
+            kind.load(path)
 
 
 KINDS = plans.GemmReduceScatterPlan, plans.GemmAllReducePlan

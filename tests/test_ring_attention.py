@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import re
 import time
 from dataclasses import dataclass
 
@@ -506,6 +507,23 @@ def test_options_that_do_not_fit_are_refused(options, text):
 H100, SMALL = Gpu("sm_90a", 132, 227 << 10), Gpu("sm_86", 84, 99 << 10)
 
 
+@pytest.mark.parametrize("gpu", [None, H100, SMALL], ids=lambda gpu: gpu and gpu.arch)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_that_a_refusal_advises_are_taken(dtype, gpu):
+    for columns in range(1, 257):
+        asked = attention(columns=columns, dtype=np.dtype(dtype), seq_counts=(500,) * 3)
+        with pytest.raises(ValueError, match="attention takes all columns of a head") as refusal:
+            choose_attention_tile(0, asked, mk.Options(tile=(128, 256, columns + 1)), gpu)
+        _, _, advice = str(refusal.value).partition("all columns")
+        tiles = [tuple(map(int, tile)) for tile in re.findall(r"\((\d+), (\d+), (\d+)\)", advice)]
+        assert tiles
+        for tile in tiles:
+            assert choose_attention_tile(0, asked, mk.Options(tile=tile), gpu).tile == tile
+        if gpu is not None and (128, 256, columns) not in tiles:
+            with pytest.raises(ValueError, match=re.escape(advice)):
+                choose_attention_tile(0, asked, mk.Options(tile=(128, 256, columns)), gpu)
+
+
 def plan_for(gpu, capacity=264, options=None, **changed):
     return plan_ring_attention(0, attention(**changed), options or mk.Options(), gpu, capacity)
 
@@ -583,6 +601,8 @@ WRONG = {
     "layout": (ValueError, "contiguous, zigzag", {"layout": "striped"}),
     "infinite scale": (ValueError, "finite", {"scale": np.inf}),
     "a word as scale": (TypeError, "number", {"scale": "big"}),
+    "a bool as scale": (TypeError, "scale=True: use a number", {"scale": True}),
+    "a bool of an array as scale": (TypeError, "use a number", {"scale": np.array(True)}),
     "little workspace": (ValueError, "at least 384 bytes", {"max_workspace": 383}),
     "negative workspace": (ValueError, "0 or more", {"max_workspace": -1}),
     "fractional workspace": (TypeError, "integer", {"max_workspace": 1e9}),

@@ -152,17 +152,26 @@ def test_operators_on_experts_take_what_was_measured(own_table):
     worlds.run(2, program)
 
 
-@pytest.mark.parametrize(("h", "taken"), [(72, (128, 192, 512)), (70, None)])
-def test_tiles_of_a_fast_engine_are_for_what_it_takes(h, taken):
+@pytest.mark.parametrize(
+    ("h", "tile", "pairs", "taken"),
+    [
+        (72, (128, 128, 512), False, True),
+        (70, (128, 128, 512), False, False),
+        (72, (128, 128, 512), True, False),
+        (72, (128, 192, 512), False, False),
+    ],
+)
+def test_tiles_of_a_fast_engine_are_for_what_it_takes(h, tile, pairs, taken):
     """Of about the same shape, but not aligned, another engine makes the products."""
     dtype = np.dtype(np.float16)
     shape = 20, 72, 48, 4, 2
-    entry = replace(ENTRY, operator="moe_layer", dtype="float16", shape=shape, tile=(128, 192, 512))
+    entry = replace(ENTRY, operator="moe_layer", dtype="float16", shape=shape, tile=tile)
     machine = types.SimpleNamespace(gpu=Gpu("sm_90a", 132, 227 << 10))
     comm = types.SimpleNamespace(size=2, machine=machine, tuning=tuning.Table([entry]))
     agreed = Dispatch(2, h, 48, 4, 2, dtype, dtype, 10)
-    found = measured(mk.Options(), "moe_layer", agreed, agreed.products, comm)
-    assert found == mk.Options((2, None), taken, 512)
+    asked = mk.Options(), "moe_layer", agreed, agreed.products, comm
+    found = measured(*asked, pairs=pairs)
+    assert found == mk.Options((2, None), tile if taken else None, 512)
 
 
 def test_all_ranks_take_what_rank_0_knows(own_table, monkeypatch):

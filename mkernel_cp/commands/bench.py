@@ -39,13 +39,21 @@ _TARGETS = {
 }
 
 
-def shape_of(keys: tuple[str, ...]) -> Callable[[str], tuple[int, ...]]:
-    """Return what reads the numbers of ``M,K,N`` or the like, for `argparse`."""
+def shape_of(keys: tuple[str, ...], meaning: str) -> Callable[[str], tuple[int, ...]]:
+    """Return what reads the numbers of ``M,K,N`` or the like, for `argparse`.
+
+    `meaning` says in an error what they are.
+    """
 
     def shape(text: str) -> tuple[int, ...]:
-        extents = tuple(map(int, text.split(",")))
+        try:
+            extents = tuple(map(int, text.split(",")))
+        except ValueError:
+            extents = ()
         if len(extents) != len(keys) or min(extents) < 1:
-            raise ValueError
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: use {','.join(keys)}, whole numbers of at least 1: {meaning}"
+            )
         of = dict(zip(keys, extents, strict=True))
         if "k" in of and of["k"] > of["E"]:
             raise argparse.ArgumentTypeError(f"{text}: a token chooses k of E experts, so k <= E")
@@ -60,10 +68,9 @@ def shape_of(keys: tuple[str, ...]) -> Callable[[str], tuple[int, ...]]:
 
 def repeats(text: str) -> int:
     """Return a number of repeats, for `argparse`."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: use a whole number of at least 1")
+    return int(text)
 
 
 def bench(comm: Communicator, arguments: argparse.Namespace) -> int:

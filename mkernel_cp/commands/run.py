@@ -77,10 +77,12 @@ def gemm_allreduce(comm: Communicator, arguments: argparse.Namespace) -> int:
 
 def counts(text: str) -> tuple[int, ...]:
     """Return the numbers of a list with commas, for `argparse`."""
-    numbers = tuple(map(int, text.split(",")))
-    if min(numbers) < 0:
-        raise ValueError
-    return numbers
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: use whole numbers of at least 0 with commas between them, one for each rank"
+        )
+    return tuple(map(int, numbers))
 
 
 def ring_attention(comm: Communicator, arguments: argparse.Namespace) -> int:

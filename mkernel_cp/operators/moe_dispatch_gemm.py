@@ -19,7 +19,7 @@ from ..moe_plan import (
     offsets_of,
     plan_moe_dispatch_gemm,
     shared_bytes,
-    takes_fast_engine,
+    takes_measured,
 )
 from ..reference import array_split_counts
 from ..runtime import Runtime
@@ -475,13 +475,20 @@ def measured(
     agreed: Dispatch,
     products: Sequence[tuple[int, int]],
     runtime: Runtime,
+    *,
+    pairs: bool = False,
 ) -> plans.Options:
-    """Return options with what was measured to be fastest, where the caller chooses nothing."""
+    """Return options with what was measured to be fastest, where the caller chooses nothing.
+
+    Without a measured tile that these products cannot have. `pairs`: each column has a partner.
+    """
     shape = runtime.size * agreed.max_tokens, agreed.h, agreed.n, agreed.experts, agreed.slots
     found = runtime.tuning.fill(options, operator, agreed.dtype.name, shape)
     gpu = runtime.machine.gpu
-    if gpu is not None and not takes_fast_engine(agreed.dtype, products, gpu):
-        found = dataclasses.replace(found, tile=options.tile)  # measured are those of that engine
+    if gpu is None or options.tile or found.tile is None:
+        return found
+    if not takes_measured(found.tile, agreed.dtype, products, gpu, pairs=pairs):
+        found = dataclasses.replace(found, tile=None)
     return found
 
 

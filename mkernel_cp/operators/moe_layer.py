@@ -289,7 +289,10 @@ class MoeLayer(Operator):
         if asked.max_tokens is None:
             most = max(runtime.agreement(str(asked), None, lambda: tokens))
             asked = dataclasses.replace(asked, max_tokens=most)
-        options = measured(spec.options, "moe_layer", asked.dispatch, asked.products, runtime)
+        options = measured(
+            *(spec.options, "moe_layer", asked.dispatch, asked.products, runtime),
+            pairs=asked.gated,
+        )
         asked = dataclasses.replace(asked, chunk_bytes=options.chunk_bytes)
         self._layer, self._what = asked, str(asked)
         tile = layer_tile(runtime.rank, asked, options, runtime.machine.gpu)

@@ -543,7 +543,7 @@ def _scale(value: Any, columns: int) -> float:
     if value is None:
         return 1 / math.sqrt(columns)
     try:
-        value = float(value)
+        value = plans.number(value)
     except (TypeError, ValueError):
         raise TypeError(f"scale={value!r}: use a number") from None
     if not math.isfinite(value):
