@@ -43,13 +43,15 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     auto store = [&] { return Store<OutType>(p.c, reduction.row_start[size], reduction.row_start); };
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
     auto collect = [&](Launch& self, Scratch scratch, bool last_stripe, u64 member, u64 members) {
-        const TileShape part{reduction.part_rows, reduction.part_columns, 0};
-        const RingTiles of_peers(rows_of_all(self, reduction, part, false), {1, size}, reduction.stripe, member, members);
-        const i64 last = (ceil_div(reduction.n, reduction.stripe) - 1) * reduction.stripe;
-        Sums<OutType, engine::sends_strips> sums(self, plan, scratch);
-        for (Tile of_peer : of_peers)
-            if ((of_peer.columns.begin >= last) == last_stripe) sums.collect(of_peer, store());
-        sums.finish();
+        self.apart([&](Launch& launch) {
+            const TileShape part{reduction.part_rows, reduction.part_columns, 0};
+            const RingTiles of_peers(rows_of_all(launch, reduction, part, false), {1, size}, reduction.stripe, member, members);
+            const i64 last = (ceil_div(reduction.n, reduction.stripe) - 1) * reduction.stripe;
+            Sums<OutType, engine::sends_strips> sums(launch, plan, scratch);
+            for (Tile of_peer : of_peers)
+                if ((of_peer.columns.begin >= last) == last_stripe) sums.collect(of_peer, store());
+            sums.finish();
+        });
         return self.live();
     };
     auto collect_early = [&](Launch self, Scratch scratch) {

@@ -531,6 +531,7 @@ class HopperAttentionTile:
             "MK_TILE_COLUMNS": keys,
             "MK_TILE_K": _padded(columns, HOPPER_COLUMNS),
             "MK_STAGES": self.stages,
+            "MK_LOADS": 16,  # of a mover, which has registers for them
         }
 
 
@@ -642,7 +643,7 @@ def _hopper_movers(rank: int, attention: Attention, tiles: int, capacity: int) -
         computing = math.ceil(tiles / agents) * turn + max(0, late)
         return max(computing, attention.units * unit_bytes / rate)
 
-    return min(range(2, max(3, capacity // 4)), key=seconds)
+    return min(range(min(2, capacity - 1), max(3, capacity // 4)), key=seconds)
 
 
 def plan_ring_attention(

@@ -628,8 +628,8 @@ MUTANTS = {
     ),
     "combination: rows of an earlier call": Mutant(
         H + "combine.cuh",
-        "slot.has = word[i] >= none;",
-        "slot.has = word[i] > 0;",
+        "const bool has = word[i] >= none,",
+        "const bool has = word[i] > 0,",
         COMBINED,
     ),
     "combination: sums of an earlier call": Mutant(

@@ -190,20 +190,16 @@ private:
     struct Token {
         u64 source;
         i64 number;
-        bool any;  // whether there is a row here
-        struct Slot {
-            bool has, known;  // a row; which one, if a caller has not kept fewer rows than there are
-            i64 row;
-            Acc weight;
-        } slots[batch];
+        bool any;        // whether there is a row here
+        u32 has, known;  // a bit for each slot: whether it has one; which one, if a caller has not kept fewer than there are
+        u32 rows[batch];
+        Acc weights[batch];
     };
 
     MK_DEVICE Token look_up(u64 source, i64 number) const {
-        Token token{source, number, false};
+        Token token{source, number};
         look_up(token, 0);
-        MK_UNROLL
-        for (u32 i = 0; i < batch; ++i) token.any = token.any || token.slots[i].has;
-        if (plan_.slots > batch) token.any = has_rows(source, number);
+        token.any = plan_.slots > batch ? has_rows(source, number) : token.has != 0;
         return token;
     }
     // From a slot on.
@@ -215,13 +211,13 @@ private:
         u64 word[batch];
         MK_UNROLL
         for (u32 i = 0; i < batch; ++i) word[i] = i < left ? words[i] : 0;
+        token.has = token.known = 0;
         MK_UNROLL
         for (u32 i = 0; i < batch; ++i) {
-            typename Token::Slot& slot = token.slots[i];
-            slot.has = word[i] >= none;
-            slot.row = i64(word[i] - none);
-            slot.known = slot.has && slot.row < row_count_;
-            slot.weight = slot.known ? weights[i] : not_a_number<Acc>();
+            const bool has = word[i] >= none, known = has && i64(word[i] - none) < row_count_;
+            token.has |= u32(has) << i, token.known |= u32(known) << i;
+            token.rows[i] = u32(word[i]);
+            token.weights[i] = known ? weights[i] : not_a_number<Acc>();
         }
     }
 
@@ -333,14 +329,14 @@ private:
         MK_UNROLL
         for (u32 j = 0; j < batch; ++j) {
             pack[j] = {};
-            if (token.slots[j].known)
-                pack[j] = *reinterpret_cast<const Loaded<T, width>*>(rows + token.slots[j].row * rows_.row_stride);
+            if (token.known >> j & 1)
+                pack[j] = *reinterpret_cast<const Loaded<T, width>*>(rows + i64(token.rows[j]) * rows_.row_stride);
         }
         MK_UNROLL
         for (u32 j = 0; j < batch; ++j) {
-            if (!token.slots[j].has) continue;
+            if (!(token.has >> j & 1)) continue;
             MK_UNROLL
-            for (u32 i = 0; i < width; ++i) sums[i] += token.slots[j].weight * Acc(widen(pack[j][i]));
+            for (u32 i = 0; i < width; ++i) sums[i] += token.weights[j] * Acc(widen(pack[j][i]));
         }
     }
 

@@ -25,6 +25,10 @@
     extern "C" __global__ void MK_CLUSTER_DIMS __launch_bounds__(MK_THREADS, 1) NAME(const __grid_constant__ PARAMS p)
 
 // Whether multiprocessors have an engine for copies of bytes.
+// Loads that a lane of a copy has under way.
+#ifndef MK_LOADS
+#define MK_LOADS 8
+#endif
 #ifndef MK_BULK_COPIES
 #define MK_BULK_COPIES (__CUDA_ARCH__ >= 900)
 #endif
@@ -238,7 +242,7 @@ private:
     // As many loads under way as the link's latency asks for, then their stores.
     template <class Word, class Order>
     static MK_DEVICE void run(const Agent& agent, const Lines<Order>& lines) {
-        constexpr u32 batch = 16;
+        constexpr u32 batch = MK_LOADS;
         const i64 rest = lines.bytes % i64(sizeof(Word));
         if (const u32 words = u32(lines.bytes / i64(sizeof(Word)))) {
             Place from(agent, words), to = from;
