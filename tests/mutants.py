@@ -1250,9 +1250,14 @@ for name, (old, new, *tests) in {
     "mask": ("i32(column_of(i)) < end ?", "i32(column_of(i)) <= end ?"),
     "negative scale": ("if (negative) negate(scores);", ""),
     "masked values": (
-        "if (!any_special(values, order.seen(first_row))) return true;",
+        "if (!any_special(values, order.seen(first_row), order.lines)) return true;",
         "return true;",
         f"{EMULATED_ATTENTION[0]}::test_masked_nan_does_not_leak_and_what_is_seen_acts_as_in_numpy",
+    ),
+    "values behind the keys": (
+        "clear(values, order.lines);",
+        "",
+        f"{EMULATED_ATTENTION[0]}::test_what_lies_behind_the_keys_has_no_influence",
     ),
     "infinite sums": (
         "return closer == closer ? closer : about;",

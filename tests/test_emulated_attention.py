@@ -134,6 +134,30 @@ def test_units_are_left_when_they_have_been_read(on, seed):
     worlds.run(2, program)
 
 
+def test_what_lies_behind_the_keys_has_no_influence(on):
+    """Not on the last bits either: neither keys of the next run nor NaN where they are not yet.
+
+    Values cancel, so that the order shows in which they are added.
+    """
+    random = np.random.default_rng(1)
+    v = random.standard_normal((4, 55, 1, 64)) * 2.0 ** random.integers(0, 30, (4, 55, 1, 64))
+    v = np.concatenate((v, -v), axis=1).astype("bfloat16")
+    q = np.zeros_like(v)
+
+    def program(comm):
+        options = mk.Options((1, 1), chunk_bytes=500)
+        step = mk.RingAttention(q, q, v, comm=comm, options=options)
+        worlds.poison(comm, worlds.NUMBER)
+        right = step(q, q, v).astype(np.float32)
+        assert np.isfinite(right).all()
+        for _ in range(4):
+            worlds.poison(comm)
+            np.testing.assert_array_equal(step(q, q, v).astype(np.float32), right)
+
+    on("hopper")
+    worlds.run(3, program)
+
+
 def test_between_nodes_through_host_memory(on, monkeypatch):
     """As on GPUs that network cards do not reach."""
     monkeypatch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: 8)

@@ -443,8 +443,9 @@ private:
         value = next(turn);
         if (!masked) return true;
         ptx::wait(&shared.loaded[value.slot], value.parity);
-        const u8* values = shared.panels[value.slot];
-        if (!any_special(values, order.seen(first_row))) return true;
+        u8* values = shared.panels[value.slot];
+        clear(values, order.lines);
+        if (!any_special(values, order.seen(first_row), order.lines)) return true;
         add_special_values(kept, weights, values, order, first_row);
         release(shared, value);
         return false;
@@ -516,15 +517,26 @@ private:
 
     // --- values that a row does not see have no influence, not even NaN
 
-    // Whether any of those from a line on is infinite or NaN.
-    static MK_DEVICE bool any_special(const u8* values, i32 line) {
+    // What lies behind those that the tile sees is of another run, or has not come: it has no influence on the bits either.
+    // The other consumer may write the same.
+    static MK_DEVICE void clear(u8* values, i32 line) {
+#pragma unroll 1
+        for (u32 box = 0; box < boxes; ++box)
+#pragma unroll 1
+            for (u32 at = u32(line) * line_bytes + threadIdx.x % 128 * 16; at < panel_box; at += 128 * 16)
+                *reinterpret_cast<uint4*>(values + box * panel_box + at) = uint4{};
+        ptx::fence_shared_to_async();
+    }
+
+    // Whether any of those of some lines is infinite or NaN.
+    static MK_DEVICE bool any_special(const u8* values, i32 line, i32 end) {
         const u32 exponent = narrow<T>(infinity()).bits, lowest = exponent & (0 - exponent);
-        const u32 begin = line > 0 ? u32(line) * line_bytes : 0;
+        const u32 begin = line > 0 ? u32(line) * line_bytes : 0, behind = u32(end) * line_bytes;
         bool any = false;
 #pragma unroll 1
         for (u32 box = 0; box < boxes; ++box)
 #pragma unroll 1
-            for (u32 at = begin + threadIdx.x % 128 * 16; at < panel_box; at += 128 * 16) {
+            for (u32 at = begin + threadIdx.x % 128 * 16; at < behind; at += 128 * 16) {
                 const uint4 some = *reinterpret_cast<const uint4*>(values + box * panel_box + at);
                 for (u32 word : {some.x, some.y, some.z, some.w})
                     any = any || ((word & exponent * 0x10001) + lowest * 0x10001) & 0x80008000;
