@@ -636,14 +636,14 @@ def _hopper_movers(rank: int, attention: Attention, tiles: int, capacity: int) -
         return 1
 
     def seconds(movers: int) -> float:
-        agents, rate = capacity - movers, min(LINK_RATE, movers * _MOVER_RATE)
+        agents, rate = max(1, capacity - movers), min(LINK_RATE, movers * _MOVER_RATE)
         units = max(1, min(attention.units, agents * attention.units / tiles))  # at a time
         turn = work / tiles / _PROCESSOR_RATE
         late = units * unit_bytes / rate - turn * own / work
         computing = math.ceil(tiles / agents) * turn + max(0, late)
         return max(computing, attention.units * unit_bytes / rate)
 
-    return min(range(min(2, capacity - 1), max(3, capacity // 4)), key=seconds)
+    return min(range(min(2, max(1, capacity - 1)), max(3, capacity // 4)), key=seconds)
 
 
 def plan_ring_attention(
