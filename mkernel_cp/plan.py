@@ -443,8 +443,8 @@ _LARGE_GROUP = 896
 HOPPER_TILES = tuple((*shape[:2], _HOPPER_GATE) for shape in _HOPPER_TILES)
 # What the start and the end of a tile take as long as, of k, by the blocks that share it.
 _HOPPER_TILE_K = {1: 350, 2: 500}
-# Where each block has one tile, those of peers' rows wait: for the call, and for rows in so much more
-# than the time in which a link may bring them.
+# Where each block has one tile, those of peers' rows wait: for the call, and for the rows so much
+# longer than a link may take to bring them.
 _CALL_S, _BRINGING = 12e-6, 1.3
 
 

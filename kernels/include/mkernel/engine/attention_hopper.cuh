@@ -520,6 +520,7 @@ private:
     // What lies behind those that the tile sees is of another run, or has not come: it has no influence on the bits either.
     // The other consumer may write the same.
     static MK_DEVICE void clear(u8* values, i32 line) {
+        if (u32(line) * line_bytes >= panel_box) return;
 #pragma unroll 1
         for (u32 box = 0; box < boxes; ++box)
 #pragma unroll 1
