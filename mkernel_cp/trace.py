@@ -50,6 +50,12 @@ _AWAITED = {
 }
 
 
+def _name_of_part(part: int, hopper: bool) -> str:
+    """Return what a part of an agent is called, by what it does; in the end all warps may work."""
+    name = f"warp {part}" if part else ""
+    return _HOPPER_PARTS.get(part, name) if hopper else name
+
+
 class Kind(enum.IntEnum):
     """What a span tells of, as in trace.cuh."""
 
@@ -461,7 +467,7 @@ class _Process:
                 launches[generation] = min(first, begin), max(last, end)
                 role = Role(span["role"])
                 hopper = self._call(generation).hopper and role is Role.COMPUTE
-                name = _HOPPER_PARTS[part] if hopper else f"warp {part}" if part else ""
+                name = _name_of_part(part, hopper)
                 event = self._event(span, begin, end)
                 threads.setdefault((agent, int(role), name), []).append(event)
         lanes = {generation: self._call(generation).what for generation in launches}

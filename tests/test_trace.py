@@ -15,7 +15,7 @@ from routing import ExpertCase
 from test_moe_layer import own_operands
 
 import mkernel_cp as mk
-from mkernel_cp.trace import current
+from mkernel_cp.trace import _name_of_part, current
 
 PROGRAMS = Path(__file__).parent / "programs"
 CALLS, COUNTS, K = 4, (70, 33, 51), 40
@@ -495,3 +495,10 @@ def test_processes_write_one_file(tmp_path):
     }
     for copy in spans(file, "copy"):
         assert copy["ts"] > begins[copy["args"]["source"], copy["args"]["generation"]]
+
+
+def test_every_warp_of_a_block_has_a_name_of_its_own():
+    warps = 384 // 32
+    assert len({_name_of_part(part, hopper=True) for part in range(warps)}) == warps
+    assert _name_of_part(4, hopper=True) == "consumer 0"
+    assert _name_of_part(5, hopper=True) == _name_of_part(5, hopper=False) == "warp 5"
