@@ -138,6 +138,7 @@ public:
     template <class View>
     MK_DEVICE Completed deliver(Launch& launch, const Tile& piece, View staged) const {
         const Agent& agent = launch.agent();
+        Owner owner{};
         if (launch.live())
             spread(agent, piece.rows.size(), ceil_div(piece.columns.size(), Groups::columns), [&](u32 i, u32 j) {
                 const u32 left = u32(piece.columns.size()) - j * Groups::columns;
@@ -146,21 +147,30 @@ public:
                 MK_UNROLL
                 for (u32 c = 0; c < Groups::columns; ++c) sums[c] = c < left ? staged_sums[c] : Acc(0);
                 const Range columns{piece.columns.begin + j * Groups::columns, piece.columns.end};
-                tell<Groups::columns>(launch, piece.rows.begin + i, columns, sums);
+                tell<Groups::columns>(launch, owner, piece.rows.begin + i, columns, sums);
             });
         return Writes().complete(agent);
     }
 
     MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
 
+    // Whose rows some are: who tells rows one after the other looks up few.
+    struct Owner {
+        u64 rank;
+        Range rows{0, 0};
+    };
+
     // Groups of a row, each `apart` columns from the one before; those behind the end of the columns are none.
     template <u32 apart, u32 count>
-    MK_DEVICE void tell(const Launch& launch, i64 row, const Range& columns, const Acc (&sums)[count]) const {
+    MK_DEVICE void tell(const Launch& launch, Owner& owner, i64 row, const Range& columns, const Acc (&sums)[count]) const {
         const Groups groups(*plan_, launch);
-        const u64 owner = groups.owner(row);
-        const bool exact = sizeof(Partial) == sizeof(Acc) || owner == launch.rank();  // no code for the same twice
-        if (exact) tell_as<Acc, apart>(launch, groups, owner, row, columns, sums);
-        else tell_as<Partial, apart>(launch, groups, owner, row, columns, sums);
+        if (row < owner.rows.begin || row >= owner.rows.end) {
+            owner.rank = groups.owner(row);
+            owner.rows = groups.owned_by(owner.rank);
+        }
+        const bool exact = sizeof(Partial) == sizeof(Acc) || owner.rank == launch.rank();  // no code for the same twice
+        if (exact) tell_as<Acc, apart>(launch, groups, owner.rank, row, columns, sums);
+        else tell_as<Partial, apart>(launch, groups, owner.rank, row, columns, sums);
     }
 
 private:
@@ -169,20 +179,20 @@ private:
     template <class T, u32 apart, u32 count>
     static MK_DEVICE void tell_as(const Launch& launch, const Groups& groups, u64 owner, i64 row, const Range& columns,
                                   const Acc (&sums)[count]) {
+        constexpr u32 together = count / Groups::columns;
         const u64 generation = launch.target(0);
         const i32 left = i32(columns.size());  // may be none
+        Told<T, Groups::columns> told[together];
+        MK_UNROLL
+        for (u32 i = 0; i < count; ++i) told[i / Groups::columns].values[i % Groups::columns] = narrow<T>(sums[i]);
         constexpr u32 words = Told<T, Groups::columns>::words;  // without gaps: links carry them together
         const u64 place = groups.place(owner, launch.rank(), row) + u32(columns.begin) / Groups::columns * words;
         MK_NO_UNROLL
         for (u64 step = 0; step < groups.receivers(); ++step) {
             u64* to = groups.words_of(groups.receiver(owner, step)) + place;
             MK_UNROLL
-            for (u32 i = 0; i < count / Groups::columns; ++i) {
-                Told<T, Groups::columns> told;
-                MK_UNROLL
-                for (u32 c = 0; c < Groups::columns; ++c) told.values[c] = narrow<T>(sums[i * Groups::columns + c]);
-                if (left > i32(i * apart)) told.tell(generation, to + i * apart / Groups::columns * words);
-            }
+            for (u32 i = 0; i < together; ++i)
+                if (left > i32(i * apart)) told[i].tell(generation, to + i * apart / Groups::columns * words);
         }
     }
 

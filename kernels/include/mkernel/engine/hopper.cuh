@@ -468,6 +468,7 @@ public:
         ptx::wait(&shared.awaited[consumer], awaited.parity);
         awaited.advance();
         Span told(launch, threadIdx.x % 128 == 0, Traced::store, part);
+        typename Sink::Owner owner{};
         MK_UNROLL
         for (u32 i = 0; i < blocks; ++i)
             MK_UNROLL
@@ -487,7 +488,7 @@ public:
                         const float4 four = *reinterpret_cast<const float4*>(Strip<float>{strip[s]}(line, place));
                         some[4 * s] = four.x, some[4 * s + 1] = four.y, some[4 * s + 2] = four.z, some[4 * s + 3] = four.w;
                     }
-                    shared.sink.template tell<wide>(launch, row, Range{part.columns.begin + first + place, part.columns.end},
+                    shared.sink.template tell<wide>(launch, owner, row, Range{part.columns.begin + first + place, part.columns.end},
                                                     some);
                 }
                 __syncwarp();
@@ -880,9 +881,9 @@ MK_DEVICE void expect(const Matrices&... matrices) {
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part),
 //              which are there when begin() returns (may_wait(launch, part): not at once); they become Sink::Result, for
 //              which results() has map, first_row and deliver
-//   sink       with tells_sums<Sink>, the threads that have multiplied call tell<32>(launch, row, columns, sums) once begin()
-//              has returned true: 4 sums of a row from the first of the columns on, and 4 of 32 columns further. There are
-//              no pieces and no end()
+//   sink       with tells_sums<Sink>, the threads that have multiplied call tell<32>(launch, owner, row, columns, sums) once
+//              begin() has returned true: 4 sums of a row from the first of the columns on, and 4 of 32 columns further; in
+//              an Owner it keeps what it needs for the next row. There are no pieces and no end()
 // May be called again and again. The gate is asked for this block's rows only, by warp 0; where they lie apart, while
 // tiles before are not finished: it may not wait for those.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
