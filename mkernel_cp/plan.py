@@ -93,9 +93,10 @@ class Options:
                     extent is None or low <= extent <= 1024
                     for low, extent in zip(least, value, strict=False)
                 ):
+                    bounds = ", ".join(map(str, least[: len(value)]))
                     raise ValueError(
-                        f"Options({name}={value}): {asked} numbers from {least[: len(value)]} to "
-                        "1024"
+                        f"Options({name}={value}): {asked} numbers, of at least {bounds} in turn "
+                        "and at most 1024"
                     )
                 object.__setattr__(self, name, value)
         for name in ("chunk_bytes", "sm_budget"):
@@ -696,7 +697,10 @@ class PlanFile:
 
         with open(path, encoding="utf-8") as file:
             try:
-                entries = json.load(file)
+                try:
+                    entries = json.load(file)
+                except ValueError:
+                    raise ValueError("it is no JSON") from None
                 cls._check_entries(entries)
                 values = {key: given(value) for key, value in entries.items() if key != "operator"}
                 for key in ("dtype", "out_dtype", *cls.more_dtypes):

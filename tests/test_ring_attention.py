@@ -594,7 +594,7 @@ WRONG = {
     "D differs": (ValueError, "same shape", {"q": Q[..., :5]}),
     "wide heads": (ValueError, "D=257", {x: np.ones((1, 2, 1, 257)) for x in "qkv"}),
     "no columns": (ValueError, "D=0", {x: np.ones((1, 2, 1, 0)) for x in "qkv"}),
-    "heads": (ValueError, "3 heads, k and v 2", {"q": Q[:, :, :3]}),
+    "heads": (ValueError, "3 heads, k and v have 2", {"q": Q[:, :, :3]}),
     "no heads": (ValueError, "multiple", {"k": K[:, :, :0], "v": K[:, :, :0]}),
     "counts of another world": (ValueError, "2 numbers", {"seq_counts": (4,)}),
     "other counts": (ValueError, "passes 4 positions", {"seq_counts": (5, 5)}),

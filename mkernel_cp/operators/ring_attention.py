@@ -184,7 +184,7 @@ class _Spec:
         kv_heads = k.shape[2]
         if not kv_heads or not heads or heads % kv_heads:
             raise ValueError(
-                f"q has {heads} heads, k and v {kv_heads}: use a multiple of theirs for q"
+                f"q has {heads} heads, k and v have {kv_heads}: those of q must be a multiple"
             )
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r}: use one of {', '.join(LAYOUTS)}")
