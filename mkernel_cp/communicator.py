@@ -94,8 +94,8 @@ class Communicator:
             comm = MPI.COMM_WORLD
         if not hasattr(comm, "Dup"):
             raise TypeError(
-                f"comm is of type {type(comm).__name__}: use an intracommunicator of mpi4py, or what "
-                "LocalWorld passes to its program"
+                f"comm is of type {type(comm).__name__}: use an intracommunicator of mpi4py, or "
+                "what LocalWorld passes to its program"
             )
         settings.warn_unknown()
         self._runtime = runtime = Runtime(
@@ -290,7 +290,7 @@ def runtime_of(comm: Any) -> Runtime:
     """Return what operators use of a communicator; TypeError if it is none of this package."""
     if not isinstance(comm, Communicator):
         raise TypeError(
-            f"comm is of type {type(comm).__name__}: use a mkernel_cp.Communicator, which is made from "
-            "one of mpi4py"
+            f"comm is of type {type(comm).__name__}: use a mkernel_cp.Communicator, which is made "
+            "from one of mpi4py"
         )
     return comm._runtime
