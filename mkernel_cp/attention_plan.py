@@ -531,7 +531,7 @@ class HopperAttentionTile:
             "MK_TILE_COLUMNS": keys,
             "MK_TILE_K": _padded(columns, HOPPER_COLUMNS),
             "MK_STAGES": self.stages,
-            "MK_LOADS": 16,  # of a mover, which has registers for them
+            "MK_LOADS": 12,  # of a mover, which has registers for about so many
         }
 
 
