@@ -9,8 +9,8 @@
 namespace mk {
 
 #if MK_BULK_COPIES
-// A ring of pieces that the multiprocessor's copy engine brings through shared memory. Lane 0 of a warp drives it, and has
-// the account; of each piece it is in a slot, beside the piece, what is to become of it.
+// A ring of pieces that the multiprocessor's copy engine brings through shared memory. Lane 0 of a warp drives it and keeps
+// the account; what is to become of a piece stands in its slot.
 class Belt {
 public:
     MK_DEVICE Belt(Scratch scratch, bool drives) : slot_(reinterpret_cast<Slot*>(scratch.data)) {
