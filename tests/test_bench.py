@@ -289,28 +289,28 @@ def test_a_wrong_command_line_is_told_once(operator, option, words):
     assert words in done.stderr
 
 
-@pytest.mark.parametrize("command", ["bench", "tune"])
+SHAPES_ARE = {
+    "allgather-gemm": "M,K,N, whole numbers of at least 1: M rows of all ranks, K, N columns",
+    "moe-dispatch-gemm": "tokens,H,I,E,k, whole numbers of at least 1: tokens of all ranks, ",
+    "moe-combine": "tokens,N,E,k, whole numbers of at least 1: tokens of all ranks, N columns",
+    "ring-attention": "S,B,Hq,Hkv,D, whole numbers of at least 1: S positions of all ranks, ",
+}
+
+
 @pytest.mark.parametrize(
-    ("operator", "words"),
+    ("command", "operator"),
     [
-        ("allgather-gemm", "M,K,N, whole numbers of at least 1: M rows of all ranks, K, N columns"),
-        ("moe-dispatch-gemm", "tokens,H,I,E,k, whole numbers of at least 1: tokens of all ranks, "),
-        (
-            "moe-combine",
-            "tokens,N,E,k, whole numbers of at least 1: tokens of all ranks, N columns",
-        ),
-        ("ring-attention", "S,B,Hq,Hkv,D, whole numbers of at least 1: S positions of all ranks, "),
+        *(("bench", operator) for operator in SHAPES_ARE),
+        *(("tune", operator) for operator in SHAPES_ARE if BENCHES[operator].choices),
     ],
 )
 @pytest.mark.parametrize("text", ["", ",", "1", "a,b,c,d,e", "1,2,3,4,0", "1.5,2,3,4,5,6", "1;2"])
-def test_a_wrong_shape_is_answered_by_what_its_numbers_are(command, operator, words, text, capsys):
-    if command == "tune" and not BENCHES[operator].choices:
-        pytest.skip("nothing to tune")
+def test_a_wrong_shape_is_answered_by_what_its_numbers_are(command, operator, text, capsys):
     with pytest.raises(SystemExit) as end:
         cli._parser().parse_args([command, operator, f"--shape={text}"])
     *_, last = capsys.readouterr().err.splitlines()
     assert end.value.code == 2
-    assert f"error: argument --shape: {text!r}: use {words}" in last
+    assert f"error: argument --shape: {text!r}: use {SHAPES_ARE[operator]}" in last
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5"])

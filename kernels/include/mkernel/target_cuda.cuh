@@ -24,11 +24,12 @@
 #define MK_KERNEL(NAME, PARAMS, p) \
     extern "C" __global__ void MK_CLUSTER_DIMS __launch_bounds__(MK_THREADS, 1) NAME(const __grid_constant__ PARAMS p)
 
-// Whether multiprocessors have an engine for copies of bytes.
 // Loads that a lane of a copy has under way.
 #ifndef MK_LOADS
 #define MK_LOADS 8
 #endif
+
+// Whether multiprocessors have an engine for copies of bytes.
 #ifndef MK_BULK_COPIES
 #define MK_BULK_COPIES (__CUDA_ARCH__ >= 900)
 #endif

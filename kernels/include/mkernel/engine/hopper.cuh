@@ -488,8 +488,8 @@ public:
                         const float4 four = *reinterpret_cast<const float4*>(Strip<float>{strip[s]}(line, place));
                         some[4 * s] = four.x, some[4 * s + 1] = four.y, some[4 * s + 2] = four.z, some[4 * s + 3] = four.w;
                     }
-                    shared.sink.template tell<wide>(launch, owner, row, Range{part.columns.begin + first + place, part.columns.end},
-                                                    some);
+                    const Range left{part.columns.begin + first + place, part.columns.end};
+                    shared.sink.template tell<wide>(launch, owner, row, left, some);
                 }
                 __syncwarp();
             }
