@@ -445,7 +445,6 @@ def test_the_results_of_the_package_can_be_read(path):
         assert one["operator"] == path.stem
         title = records.title(*(one[key] for key in ("operator", "shape", "dtype", "variant")))
         assert records.Table([title], list(one["rivals"])).line(one).startswith(title)
-        assert one["plan"] is not None
 
 
 def test_columns_of_a_table_are_in_line():

@@ -45,7 +45,6 @@ _HOST_KEYS = ("class", "function")
 _ALWAYS_MEASURED = ("compute_ms", "engine_ms", "fused_ms")
 _FLOOR = ("compute_ms", "transfer_ms", "network_ms")
 _MEASURED = (*_ALWAYS_MEASURED, *_FLOOR[1:], "unfused_ms", "host_us", "rivals")
-_ONCE_LEFT_OUT = ("engine", "host_us", "plan", "versions")  # None in records of an older bench
 
 
 def make_record(
@@ -157,8 +156,7 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
         ),
     }
     for key, is_right in checks.items():
-        left_out = record[key] is None and key in _ONCE_LEFT_OUT
-        if not left_out and not is_right(record[key]):
+        if not is_right(record[key]):
             raise ValueError(f"record of {operator}: {key} is {record[key]!r}")
     return record
 
