@@ -451,7 +451,8 @@ _CALL_S, _BRINGING = 12e-6, 1.3
 
 def _hopper_bytes(tile: tuple[int, ...], cluster: int, stages: int, strips: int) -> int:
     rows, columns = tile[0] // cluster, tile[1]
-    return stages * (rows + columns) * 128 + 2 * strips * 8192 + 1024
+    beside = 2048  # barriers, the schedule, and where rows are that lie apart
+    return stages * (rows + columns) * 128 + 2 * strips * 8192 + beside
 
 
 LINK_RATE = 350e9  # bytes per second into a rank

@@ -452,6 +452,18 @@ MUTANTS = {
         "false && ",
         ONE_SHOT,
     ),
+    "attention: first round of a unit": Mutant(
+        H + "attention.cuh",
+        "dealt(round) < before_ ? round + 1 : round",
+        "dealt(round) < before_ ? round + 2 : round",
+        ATTENTION,
+    ),
+    "attention: tiles dealt to two": Mutant(
+        H + "attention.cuh",
+        "round % 2 ? agents_ - 1 - agent_ : agent_",
+        "round % 2 ? agents_ - 1 - agent_ / 2 : agent_",
+        ATTENTION,
+    ),
     "attention: gate wait": Mutant(
         H + "attention.cuh",
         "if (!launch_.wait(who, signal(here)",
@@ -508,6 +520,12 @@ MUTANTS = {
         "unit_.head * plan_.group + index % plan_.group",
         "unit_.head + index % plan_.group",
         ATTENTION,
+    ),
+    "experts: tiles behind those looked at together": Mutant(
+        H + "experts.cuh",
+        "expert_ += ahead) {",
+        "expert_ += ahead + 1) {",
+        ("test_moe_dispatch_gemm.py",),
     ),
     "experts: gate wait": Mutant(
         H + "experts.cuh",
@@ -738,17 +756,28 @@ MUTANTS = {
     ),
     "gathered rows: rows of the tile before": Mutant(
         H + "engine/hopper.cuh",
-        "if (arrived && piece.begin == 0) lines.look_up",
-        "if (arrived && piece.begin == 0 && turn.slot == 0) lines.look_up",
+        "lines.look_up(shared.next.places,",
+        "if (tiles.parity == 0) lines.look_up(shared.next.places,",
+        EMULATED_GATHER,
+    ),
+    "gathered rows: next ones found before these are taken": Mutant(
+        H + "engine/hopper.cuh",
+        "ptx::wait(&next.taken, turn_.parity ^ 1);",
+        "",
+        EMULATED_GATHER,
+    ),
+    "gathered rows: taken before they are found": Mutant(
+        H + "engine/hopper.cuh",
+        "ptx::wait(&shared.next.found, tiles.parity);",
+        "",
         EMULATED_GATHER,
     ),
     "gathered rows: wait for a free stage": Mutant(
         H + "engine/hopper.cuh",
-        "                    ptx::wait(&shared.used[slot], turn.parity ^ 1);\n"
-        "                    if (ptx::elect()) {\n"
-        "                        ptx::arrive_expect(loaded, arrived",
-        "                    if (ptx::elect()) {\n"
-        "                        ptx::arrive_expect(loaded, arrived",
+        "                ptx::wait(&shared.used[slot], turn.parity ^ 1);\n"
+        "                if (ptx::elect()) {\n"
+        "                    ptx::arrive_expect(loaded, here",
+        "                if (ptx::elect()) {\n                    ptx::arrive_expect(loaded, here",
         EMULATED_GATHER,
     ),
     "gathered rows: wait for copies": Mutant(
@@ -1143,11 +1172,29 @@ for name, (file, old, new) in {
     ),
     "hopper: partial sums read before they are there": (
         "hopper.cuh",
-        "ptx::wait(&shared.awaited[consumer], awaited.parity);\n        awaited.advance();\n"
-        "        const bool failed",
-        "awaited.advance();\n        const bool failed",
+        "ptx::wait(&shared.awaited[consumer], awaited[consumer].parity);",
+        "",
     ),
-    "hopper: partial sums of another": ("hopper.cuh", "peer, from += addends.apart", "peer"),
+    "hopper: partial sums of another": (
+        "hopper.cuh",
+        "from.first + peer * from.apart",
+        "from.first",
+    ),
+    "hopper: partial sums loaded too early": (
+        "hopper.cuh",
+        "ptx::wait(&shared.used[slot], turn.parity ^ 1);\n                if (!ptx::elect()) continue;",
+        "if (!ptx::elect()) continue;",
+    ),
+    "hopper: partial sums added too early": (
+        "hopper.cuh",
+        "ptx::wait(&shared.loaded[turn.slot], turn.parity);\n                const Some* from",
+        "const Some* from",
+    ),
+    "hopper: partial sums pass by who has no rows": (
+        "hopper.cuh",
+        "passing += own ? peers * times<typename Sink::Partial> : 0;",
+        "",
+    ),
     "hopper: sums of one peer for all": (
         "hopper.cuh",
         "(to == lane ? nearest : sink.slot(self, part, to))",
@@ -1182,7 +1229,14 @@ for name, (old, new) in {
         "ptx::wait(&slot.loaded, out_parity_);",
         "",
     ),
-    "courier: signal before the bytes": ("ptx::wait_stores<0>();", ""),
+    "courier: last signal before the bytes": (
+        "make_room(most_slots, landed);\n        ptx::wait_stores<0>();",
+        "make_room(most_slots, landed);",
+    ),
+    "courier: signal before the bytes where pieces come slowly": (
+        "ptx::wait_stores<0>();\n                landed(unsaid_);",
+        "landed(unsaid_);",
+    ),
     "courier: slot loaded while it is stored": (
         "ptx::wait_stores_read<1>();  // the store",
         "// the store",

@@ -49,10 +49,17 @@ class _Share(cuda.CudaTarget):
 
     def copy(self, to, source):
         """Copy by the engine for that: a kernel would have to be loaded while other ranks' run."""
-        by_stride = sorted(range(to.ndim), key=lambda axis: -to.strides[axis])
-        to, source = (array.transpose(by_stride)[None, None, ..., None] for array in (to, source))
-        if to.size == 0 or min(source.strides) <= 0:
+        if to.size == 0:
+            return
+        wide = [axis for axis in range(to.ndim) if to.shape[axis] > 1]  # others have any stride
+        if any(source.strides[axis] <= 0 for axis in wide):
             return super().copy(to, source)
+        by_stride = sorted(wide, key=lambda axis: -to.strides[axis])
+        first = tuple(slice(None) if axis in wide else 0 for axis in range(to.ndim))
+        order = [wide.index(axis) for axis in by_stride]
+        to, source = (
+            array[first].transpose(order)[None, None, ..., None] for array in (to, source)
+        )
         size, lines = to.dtype.itemsize, -2
         if to.strides[-2] == source.strides[-2] == size:  # the last axis is contiguous
             size, lines = to.shape[-2] * size, -3

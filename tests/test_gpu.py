@@ -289,7 +289,7 @@ def test_a_call_returns_before_what_is_queued_has_run():
     def program(comm):
         a, b, product = operands(comm)
         out = worlds.put(comm, np.zeros(product.shape))
-        mk.allgather_gemm(a, b, comm=comm, out=out)
+        mk.allgather_gemm(a.copy(), b, comm=comm, out=out)  # CuPy loads now what copies
         comm.synchronize()
         comm.barrier()
         spin(1.0)

@@ -49,31 +49,35 @@ struct QueryTile {
     i64 position;  // of the first, in the sequence
 };
 
-// The query tiles of a unit, of all its heads, that are one agent's. Who gets the first one changes from unit to unit, and
-// so does which end is first: tiles of later positions may see more keys, and agents are to have equal work.
+// The query tiles of a unit, of all its heads, that are one agent's. All tiles of all units are dealt out in rounds, from
+// the first agent to the last and then from the last to the first: tiles of later positions may see more keys, and agents
+// are to have equal work.
 class QueryTiles {
 public:
     MK_DEVICE QueryTiles(const RingAttentionPlan& plan, Unit unit, u64 agent, u64 agents)
-        : plan_(plan), unit_(unit), agents_(i64(agents)) {
-        for (u64 i = 0; i < plan.query_runs; ++i) tiles_ += plan.group * blocks(plan.queries[i]);
-        first_ = (i64(agent) + agents_ - unit.index * tiles_ % agents_) % agents_;
+        : plan_(plan), unit_(unit), agent_(u32(agent)), agents_(u32(agents)) {
+        for (u64 i = 0; i < plan.query_runs; ++i) tiles_ += u32(plan.group * blocks(plan.queries[i]));
+        before_ = unit.index * tiles_;
     }
 
     struct Iterator {
         const QueryTiles& tiles;
-        i64 index;
-        MK_DEVICE QueryTile operator*() const { return tiles.at(index); }
-        MK_DEVICE Iterator& operator++() { return index += tiles.agents_, *this; }
-        MK_DEVICE bool operator!=(const Iterator&) const { return index < tiles.tiles_; }
+        u32 round;
+        MK_DEVICE QueryTile operator*() const { return tiles.at(tiles.dealt(round) - tiles.before_); }
+        MK_DEVICE Iterator& operator++() { return ++round, *this; }
+        MK_DEVICE bool operator!=(const Iterator&) const { return tiles.dealt(round) < tiles.before_ + tiles.tiles_; }
     };
-    MK_DEVICE Iterator begin() const { return {*this, first_}; }
-    MK_DEVICE Iterator end() const { return {*this, tiles_}; }
+    MK_DEVICE Iterator begin() const {
+        const u32 round = before_ / agents_;
+        return {*this, dealt(round) < before_ ? round + 1 : round};
+    }
+    MK_DEVICE Iterator end() const { return {*this, 0}; }
 
 private:
     MK_DEVICE i64 blocks(const Run& run) const { return ceil_div(run.count, plan_.tile.rows); }
+    MK_DEVICE u32 dealt(u32 round) const { return round * agents_ + (round % 2 ? agents_ - 1 - agent_ : agent_); }
 
     MK_DEVICE QueryTile at(i64 index) const {
-        if (unit_.index % 2) index = tiles_ - 1 - index;
         const Run* run = plan_.queries;
         i64 number = index / plan_.group;
         for (; number >= blocks(*run); ++run) number -= blocks(*run);
@@ -84,7 +88,7 @@ private:
 
     const RingAttentionPlan& plan_;
     Unit unit_;
-    i64 agents_, tiles_ = 0, first_;
+    u32 agent_, agents_, tiles_ = 0, before_;
 };
 
 // What queries see of a run of keys: all, or those up to their own position.

@@ -53,7 +53,8 @@ public:
     MK_DEVICE void drain(Landed landed) {
         make_room(most_slots, landed);
         ptx::wait_stores<0>();
-        if (unsaid_) say(landed);
+        if (unsaid_) landed(unsaid_);
+        unsaid_ = nullptr;
     }
 
 private:
@@ -73,8 +74,13 @@ private:
     // Stores pieces, the oldest first, until `free` more can be loaded; all of them for so many as there are slots.
     template <class Landed>
     MK_DEVICE void make_room(u32 free, Landed landed) {
-        for (; under_way_ > 0 && under_way_ + free >= slots_; --under_way_) {
+        while (under_way_ > 0 && under_way_ + free >= slots_) {
             Slot& slot = slot_[out_];
+            if (unsaid_ && !ptx::completed(&slot.loaded, out_parity_)) {  // it would be said late
+                ptx::wait_stores<0>();
+                landed(unsaid_);
+                unsaid_ = nullptr;
+            }
             ptx::wait(&slot.loaded, out_parity_);
             const Lines to = slot.to;
             const u32 bytes = slot.bytes, lines = slot.lines;
@@ -85,37 +91,32 @@ private:
             ptx::commit_stores();
             if (unsaid_) {
                 ptx::wait_stores<1>();
-                say(landed);
+                landed(unsaid_);
             }
             unsaid_ = slot.signal;
             if (++out_ == slots_) out_ = 0, out_parity_ ^= 1;
+            --under_way_;
         }
-    }
-
-    template <class Landed>
-    MK_DEVICE void say(Landed landed) {
-        landed(unsaid_);
-        unsaid_ = nullptr;
     }
 
     MK_DEVICE u8* piece(u32 slot) const { return reinterpret_cast<u8*>(slot_ + slots_) + slot * piece_bytes_; }
 
     MK_DEVICE void load(Lines to, Lines from, u32 lines, u32 bytes, u64* signal) {
         ptx::wait_stores_read<1>();  // the store before the last one was of this slot
-        Slot& slot = slot_[in_];
-        u8* there = piece(in_);
+        const u32 in = out_ + under_way_, free = in < slots_ ? in : in - slots_;
+        Slot& slot = slot_[free];
+        u8* there = piece(free);
         const bool dense = to.pitch == bytes;  // where lines follow each other, one store does for all
         slot.to = to, slot.lines = dense ? 1 : lines, slot.bytes = dense ? lines * bytes : bytes, slot.signal = signal;
         ptx::arrive_expect(&slot.loaded, lines * bytes);
         MK_NO_UNROLL
         for (u32 i = 0; i < lines; ++i)
             if (ptx::elect<driver>()) ptx::load_bulk(there + i * bytes, from.data + i * from.pitch, bytes, &slot.loaded);
-        if (++in_ == slots_) in_ = 0;
         ++under_way_;
     }
 
     Slot* slot_;
-    u32 piece_bytes_ = most_bytes, slots_ = 0, in_ = 0, out_ = 0, out_parity_ = 0, under_way_ = 0;
+    u32 piece_bytes_ = most_bytes, slots_ = 0, out_ = 0, out_parity_ = 0, under_way_ = 0;
     u64* unsaid_ = nullptr;  // the signal of the last store, if it has one: it is said when the next is on its way
 };
 #endif

@@ -519,12 +519,12 @@ public:
             settle();
         }
         MK_DEVICE Tile operator*() const {
-            const u32 group = RingTiles::group, across = tiles_.across_, blocks = tiles_.blocks(expert_);
+            const u32 group = RingTiles::group, across = tiles_.across_, blocks = ceil_div(rows_, tiles_.tile_rows_);
             const u32 first = index_ / (group * across) * group, rest = index_ - first * across;
             const u32 height = blocks - first < group ? blocks - first : group;
             const Range columns = block(rest / height, tiles_.tile_columns_, tiles_.columns_);
             const i64 shift = second_ ? tiles_.columns_ : 0;
-            return {expert_, block(first + rest % height, height_, tiles_.rows(expert_)),
+            return {expert_, block(first + rest % height, height_, rows_),
                     {columns.begin + shift, columns.end + shift}};
         }
         MK_DEVICE Iterator& operator++() {
@@ -537,27 +537,38 @@ public:
         MK_DEVICE bool operator!=(const Iterator& other) const { return expert_ != other.expert_; }
 
     private:
+        // Looks at some experts at a time, whose loads are under way together.
         MK_DEVICE void settle() {
-            for (; expert_ < tiles_.experts_; ++expert_) {
-                const u32 count = tiles_.blocks(expert_) * tiles_.across_;
-                if (index_ < count) {
-                    height_ = tile_height(tiles_.rows(expert_), tiles_.tile_rows_, tiles_.row_step_);
-                    return;
+            constexpr u32 ahead = 8;
+            for (; expert_ < tiles_.experts_; expert_ += ahead) {
+                u32 offsets[ahead + 1];  // what is more than 32 bits of them cancels out
+                MK_UNROLL
+                for (u32 i = 0; i <= ahead; ++i) {
+                    const u32 expert = expert_ + i;
+                    offsets[i] = u32(tiles_.offsets_[expert < tiles_.experts_ ? expert : tiles_.experts_]);
                 }
-                index_ -= count;
+                MK_UNROLL
+                for (u32 i = 0; i < ahead; ++i) {
+                    rows_ = offsets[i + 1] - offsets[i];
+                    const u32 count = ceil_div(rows_, tiles_.tile_rows_) * tiles_.across_;
+                    if (index_ < count) {
+                        expert_ += i;
+                        height_ = tile_height(rows_, tiles_.tile_rows_, tiles_.row_step_);
+                        return;
+                    }
+                    index_ -= count;
+                }
             }
+            expert_ = tiles_.experts_;
         }
         const ExpertTiles& tiles_;
-        u32 expert_, index_, height_ = 0;
+        u32 expert_, index_, rows_ = 0, height_ = 0;
         bool second_ = false;  // of a pair
     };
     MK_DEVICE Iterator begin() const { return {*this, 0, agent_}; }
     MK_DEVICE Iterator end() const { return {*this, experts_, 0}; }
 
 private:
-    MK_DEVICE u32 rows(u32 expert) const { return u32(offsets_[expert + 1] - offsets_[expert]); }
-    MK_DEVICE u32 blocks(u32 expert) const { return ceil_div(rows(expert), tile_rows_); }
-
     const i64* offsets_;
     u32 columns_, tile_rows_, row_step_, tile_columns_, across_;
     u32 experts_, agent_, agents_;

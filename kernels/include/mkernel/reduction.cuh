@@ -430,6 +430,7 @@ public:
         return is_own(launch, part) || !launch.has_called(part.source);
     }
     MK_DEVICE const Store<Result>& results() const { return sum_; }
+    MK_DEVICE u32 addends(const Launch& launch) const { return u32(launch.node().size - 1); }
     MK_DEVICE Addends addends(const Launch& launch, const Tile& part) const { return sum_.addends(launch, part); }
     MK_DEVICE u64 receivers(const Launch& launch, const Tile& part) const {
         return is_own(launch, part) ? sum_.receivers(launch) : 1;

@@ -113,11 +113,11 @@ public:
     MK_DEVICE Gathered()
         : line_(threadIdx.x % 32 / sharers), at_(threadIdx.x % sharers * 16), swizzled_(at_ ^ line_ % 8 * 16) {}
 
-    // From now on, those of a tile; lines beyond its rows are left as they are.
-    MK_DEVICE void look_up(const ListedRows& rows, i64 count) {
-        count_ = count > line_ ? u32(ceil_div(count - line_, together)) : 0;
+    // From now on, those that are so many of a tile; lines beyond its rows are left as they are.
+    MK_DEVICE void look_up(const u8* const* places, u32 count) {
+        count_ = count > line_ ? ceil_div(count - line_, together) : 0;
         MK_UNROLL
-        for (u32 i = 0; i < own; ++i) from_[i] = i < count_ ? rows.places[line_ + i * together] + at_ : nullptr;
+        for (u32 i = 0; i < own; ++i) from_[i] = i < count_ ? places[line_ + i * together] + at_ : nullptr;
     }
 
     // Copies `left` terms from k on, and zeros behind them.
@@ -180,6 +180,17 @@ struct Sides<PairedStack> {
 template <class From> constexpr bool lies_apart = false;
 template <> constexpr bool lies_apart<ListedRows> = true;
 
+// In shared memory: the next tile whose rows lie apart, for those who copy them.
+template <bool gathers, u32 rows>
+struct Found {};
+template <u32 rows>
+struct Found<true, rows> {
+    u64 found, taken;  // barriers
+    const u8* places[rows];
+    Tile tile;
+    bool more, here;  // there is one, and so are its rows
+};
+
 // 16 bytes of what a thread has of a tile, in the order of its sums.
 template <class T>
 struct alignas(16) Fragment {
@@ -222,7 +233,10 @@ public:
     static_assert(stages >= 2, "one panel is multiplied while the next one comes");
     static_assert(sides == 1 || (!halves && consumer_columns % Strip<Out>::columns == 0), "a side is whole strips");
     static_assert(!flexible || (!fragments && !tells), "sums are handed over as they lie otherwise");
-    static_assert(!fragments || (sides == 1 && !halves), "what is handed over is whole tiles");
+    static_assert(!fragments || (sides == 1 && !halves && strips_down == 1), "what is handed over is whole tiles");
+    // Behind the panels of an own tile comes, by the same ring, what is to be added: so many strips for each consumer at a
+    // time, in the larger one of a stage's panels.
+    static constexpr u32 together = B::bytes < 2 * consumers * Strip<u8>::bytes ? 1 : 2;
 
     // The block's dynamic shared memory. Barriers come in pairs: one says that a slot is full, one that it is free.
     struct alignas(128) Shared {
@@ -236,6 +250,7 @@ public:
         bool failed;        // a gate did not open: what is delivered from now on is NaN
         Schedule schedule;  // here, not in the registers of all threads
         Sink sink;
+        Found<gathers, rows> next;
     };
 
     // By a thread of each warp: what initialises a barrier takes its address from a uniform register.
@@ -272,6 +287,7 @@ public:
         some(shared.ready[0], consumers * strips, 4);
         some(shared.stored[0], consumers * strips, 1);
         some(shared.awaited, consumers, 1);
+        if constexpr (gathers) some(&shared.next.found, 1, 1), some(&shared.next.taken, 1, copiers / 32);
     }
 
     static MK_DEVICE void fail(Shared& shared) { *const_cast<volatile bool*>(&shared.failed) = true; }
@@ -333,36 +349,75 @@ public:
     }
     static MK_DEVICE u32 bytes_of_b(const Columns& from) { return sides * B::bytes_of(from.wanted / sides); }
 
+    // Finds rows that lie apart, a tile ahead of those who store: looking for them takes long.
+    template <class Source, class Gate>
+    class Scout {
+    public:
+        MK_DEVICE Scout(Shared& shared, const Launch& launch, i64 depth, const Source& source, const Gate& gate)
+            : shared_(shared), who_(launch.agent().warp()), depth_(depth), source_(source), gate_(gate),
+              next_(shared.schedule.begin()), more_(depth > 0), here_(launch.live()) {}
+
+        // Waits until the rows of the next tile are here, and the one before has been taken; tells copiers.
+        MK_DEVICE void go_on() {
+            if (!more_) return;
+            Found<gathers, rows>& next = shared_.next;
+            ptx::wait(&next.taken, turn_.parity ^ 1);
+            more_ = next_ != shared_.schedule.end();
+            if (more_) {
+                const Tile tile = *next_;
+                here_ = here_ && gate_(who_, tile, Range{0, depth_});
+                const ListedRows found = source_(tile);
+                for (u32 i = who_.lane(); here_ && i < tile.rows.size(); i += 32) next.places[i] = found.places[i];
+                if (who_.lane() == 0) next.tile = tile;
+                ++next_;
+            }
+            if (who_.lane() == 0) {
+                next.more = more_, next.here = here_;
+                if (!here_) fail(shared_);
+            }
+            __syncwarp();
+            if (who_.lane() == 0) ptx::arrive(&next.found);
+            turn_.advance();
+        }
+
+    private:
+        Shared& shared_;
+        const Agent who_;
+        const i64 depth_;
+        const Source& source_;
+        const Gate& gate_;
+        typename Schedule::Iterator next_;
+        Turn<1> turn_;
+        bool more_, here_;
+    };
+
     // Both warps of copiers call it, and take turns. After a failure all goes on, with nothing in it. Nobody waits for
     // copies here: each lane's arrive at the barrier when they are there.
-    template <class Source, class Gate>
-    static MK_DEVICE void gather(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
-                                 const Factor& b, const Gate& gate) {
-        const Agent warp = launch.agent().warp();
-        const bool asks = threadIdx.x < 32, leads = threadIdx.x == 0;
-        bool arrived = launch.live(), mine = asks;  // the next panel
+    static MK_DEVICE void gather(Shared& shared, i64 depth, const Factor& b) {
+        bool mine = threadIdx.x < 32;  // the next panel
         Gathered<T, rows> lines;
         Turn<stages> turn;
         if (ptx::elect()) ptx::acquire_map(&map_of(b));
-        for (Tile tile : shared.schedule) {
-            const Columns from(b, tile);
-            for (Range piece : Blocks(depth, gate_k)) {
-                arrived = ptx::any_of_warps(1, copiers, asks && arrived && gate(warp, tile, piece));
-                if (!arrived && leads) fail(shared);
-                if (arrived && piece.begin == 0) lines.look_up(source(tile), tile.rows.size());
+        for (Turn<1> tiles;; tiles.advance()) {
+            ptx::wait(&shared.next.found, tiles.parity);
+            if (!shared.next.more) break;
+            const bool here = shared.next.here;
+            const Columns from(b, shared.next.tile);
+            lines.look_up(shared.next.places, here ? u32(shared.next.tile.rows.size()) : 0);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) ptx::arrive(&shared.next.taken);
 #pragma unroll 1
-                for (i64 at = piece.begin; at < piece.end; at += k, turn.advance(), mine = !mine) {
-                    if (!mine) continue;
-                    const u32 slot = ptx::uniform(turn.slot), first = ptx::uniform(u32(at));
-                    u64* const loaded = &shared.loaded[slot];
-                    ptx::wait(&shared.used[slot], turn.parity ^ 1);
-                    if (ptx::elect()) {
-                        ptx::arrive_expect(loaded, arrived ? bytes_of_b(from) : 0);
-                        if (arrived) load_b(shared, slot, 0, b, from, first);
-                    }
-                    if (arrived) lines.copy(shared.a[slot], at, depth - at);
-                    ptx::arrive_when_copied(loaded);
+            for (i64 at = 0; at < depth; at += k, turn.advance(), mine = !mine) {
+                if (!mine) continue;
+                const u32 slot = ptx::uniform(turn.slot), first = ptx::uniform(u32(at));
+                u64* const loaded = &shared.loaded[slot];
+                ptx::wait(&shared.used[slot], turn.parity ^ 1);
+                if (ptx::elect()) {
+                    ptx::arrive_expect(loaded, here ? bytes_of_b(from) : 0);
+                    if (here) load_b(shared, slot, 0, b, from, first);
                 }
+                lines.copy(shared.a[slot], at, depth - at);
+                ptx::arrive_when_copied(loaded);
             }
         }
     }
@@ -383,6 +438,7 @@ public:
         const TensorMap* a_map = nullptr;
         bool arrived = launch.live();
         Turn<stages> turn;
+        Turn<1> awaited[consumers];
         if (ptx::elect()) ptx::acquire_map(&map_of(b));
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
@@ -411,7 +467,47 @@ public:
                     turn.advance();
                 }
             }
+            if constexpr (fragments)
+                if (is_own(shared.sink, launch, tile)) load_addends(shared, tile, turn, awaited);
         }
+    }
+
+    // How often the ring brings strips of one peer.
+    template <class Element>
+    static constexpr u32 times = (consumer_columns / Strip<Element>::columns + together - 1) / together;
+    static MK_DEVICE u8* addends_at(Shared& shared, u32 slot, u32 consumer) {
+        return (together == 1 ? shared.a[slot] : shared.b[slot]) + consumer * together * Strip<u8>::bytes;
+    }
+
+    // What peers have pushed of an own tile, when it is there: of one after the other.
+    static MK_DEVICE void load_addends(Shared& shared, const Tile& tile, Turn<stages>& turn, Turn<1> (&awaited)[consumers]) {
+        constexpr u32 strips = consumer_columns / Strip<typename Sink::Partial>::columns;
+        u32 wanting = 0;  // consumers
+        MK_UNROLL
+        for (u32 consumer = 0; consumer < consumers; ++consumer) {
+            if (idle(tile, consumer)) break;
+            ptx::wait(&shared.awaited[consumer], awaited[consumer].parity);
+            awaited[consumer].advance(), ++wanting;
+        }
+        const bool here = !has_failed(shared);
+        if (here) ptx::fence_global_to_async();
+        const u32 peers = wanting > 0 ? shared.addends[0].count : 0;
+#pragma unroll 1
+        for (u32 peer = 0; peer < peers; ++peer)
+#pragma unroll 1
+            for (u32 first = 0; first < strips; first += together, turn.advance()) {
+                const u32 slot = ptx::uniform(turn.slot), some = strips - first < together ? strips - first : together;
+                u64* const loaded = &shared.loaded[slot];
+                ptx::wait(&shared.used[slot], turn.parity ^ 1);
+                if (!ptx::elect()) continue;
+                ptx::arrive_expect(loaded, here ? wanting * some * Strip<u8>::bytes : 0);
+                MK_NO_UNROLL
+                for (u32 consumer = 0; here && consumer < wanting; ++consumer) {
+                    const Addends& from = shared.addends[consumer];
+                    ptx::load_bulk(addends_at(shared, slot, consumer),
+                                   from.first + peer * from.apart + first * Strip<u8>::bytes, some * Strip<u8>::bytes, loaded);
+                }
+            }
     }
 
     static MK_DEVICE void consume(Shared& shared, const Launch& launch, u32 consumer, i64 depth) {
@@ -420,21 +516,25 @@ public:
         const u64 b_first = B::descriptor(shared.b[0] + (flexible ? consumer * (blocks / sides) * block_bytes : 0));
         Turn<stages> turn;
         Turn<strips> strip;
-        Turn<1> awaited;  // of own tiles, or of those that are told
+        Turn<1> awaited;  // of those that are told
+        u32 peers = 0;    // who have pushed what is to be added
+        if constexpr (fragments) peers = shared.sink.addends(launch);
         auto release = [&](u32 slot) {
             if (lane < cluster) ptx::arrive_at(&shared.used[slot], lane);
         };
 
         for (Tile whole : shared.schedule) {
+            const bool own = is_own(shared.sink, launch, whole);  // looked up while others load
             if (idle(share(whole), consumer)) {  // the other one multiplies twice as fast
-                for (u32 panel = 0; panel < panels; ++panel, turn.advance()) {
+                u32 passing = panels;
+                if constexpr (fragments) passing += own ? peers * times<typename Sink::Partial> : 0;
+                for (u32 panel = 0; panel < passing; ++panel, turn.advance()) {
                     ptx::wait(&shared.loaded[turn.slot], turn.parity);
                     release(turn.slot);
                 }
                 continue;
             }
             float sums[blocks][sums_of_block];
-            const bool own = is_own(shared.sink, launch, whole);  // looked up while others load
             Span computed(launch, threadIdx.x % 128 == 0, Traced::compute, half(share(whole), consumer));
             const u32 wanted = width(whole), height = u32(whole.rows.size());
             if (fragments || tells) clear(sums);  // there may be no terms
@@ -453,7 +553,8 @@ public:
             } else if constexpr (!fragments) {
                 stage_results(shared, consumer, strip, height, wanted, sums, panels == 0);
             } else {
-                if (own) stage_totals(shared, consumer, strip, awaited, sums);
+                if (own) add<typename Sink::Partial>(sums, shared, turn, consumer, peers, release);
+                if (own) stage_totals(shared, consumer, strip, sums);
                 else stage_partials(shared, consumer, strip, sums);
             }
         }
@@ -524,14 +625,11 @@ public:
                              [&](u8* to, u32 i, u32 column) { hold<Partial>(to, &sums[i][column / 2]); });
     }
 
-    // The same of an own tile, to which such fragments are added when they are there.
-    static MK_DEVICE void stage_totals(Shared& shared, u32 consumer, Turn<strips>& strip, Turn<1>& awaited,
-                                       float (&sums)[blocks][sums_of_block]) {
+    // The same of an own tile, to which such fragments have been added.
+    static MK_DEVICE void stage_totals(Shared& shared, u32 consumer, Turn<strips>& strip,
+                                       const float (&sums)[blocks][sums_of_block]) {
         using Result = typename Sink::Result;
-        ptx::wait(&shared.awaited[consumer], awaited.parity);
-        awaited.advance();
         const bool failed = has_failed(shared);
-        if (!failed) add<typename Sink::Partial>(sums, shared.addends[consumer]);
         fill_strips<Result>(shared, consumer, strip, consumer_rows, columns, [&](u8* to, u32 i, u32 column) {
             if (failed) fill(to, not_a_number<Result>());
             else stage<Result>(to, [&](u32 j) { return narrow<Result>(sums[i][column / 2 + j]); });
@@ -566,29 +664,28 @@ public:
         for (u32 i = 0; i < Strip<Element>::columns / 2 / Some::width; ++i) to[i * 128] = Some::of(sums + i * Some::width);
     }
 
-    // Adds what lies in strips like that, those of one peer after those of another.
-    template <class Element>
-    static MK_DEVICE void add(float (&sums)[blocks][sums_of_block], const Addends& addends) {
+    // Adds what the ring brings in strips like that, those of one peer after those of another.
+    template <class Element, class Release>
+    static MK_DEVICE void add(float (&sums)[blocks][sums_of_block], Shared& shared, Turn<stages>& turn, u32 consumer,
+                              u32 peers, const Release& release) {
         using Some = Fragment<Element>;
-        constexpr u32 count = columns / 2 / Some::width, batch = count < 8 ? count : 8;  // loads that are under way
-        const u8* from = addends.first + threadIdx.x % 128 * sizeof(Some);
+        constexpr u32 count = Strip<Element>::columns / 2 / Some::width, all = columns / 2 / Some::width;
         MK_NO_UNROLL
-        for (u32 peer = 0; peer < addends.count; ++peer, from += addends.apart)
+        for (u32 peer = 0; peer < peers; ++peer)
             MK_UNROLL
-            for (u32 i = 0; i < blocks; ++i)
+            for (u32 first = 0; first < all; first += together * count, turn.advance()) {
+                ptx::wait(&shared.loaded[turn.slot], turn.parity);
+                const Some* from = reinterpret_cast<const Some*>(addends_at(shared, turn.slot, consumer)) + threadIdx.x % 128;
                 MK_UNROLL
-                for (u32 first = 0; first < count; first += batch) {
-                    Some terms[batch];
+                for (u32 i = 0; i < together * count; ++i) {
+                    if (first + i >= all) break;
+                    const Some terms = from[i * 128];
                     MK_UNROLL
-                    for (u32 j = 0; j < batch; ++j)
-                        if (first + j < count)
-                            terms[j] = reinterpret_cast<const Some*>(from)[(i * count + first + j) * 128];
-                    MK_UNROLL
-                    for (u32 j = 0; j < batch; ++j)
-                        MK_UNROLL
-                        for (u32 e = 0; e < Some::width; ++e)
-                            if (first + j < count) sums[i][(first + j) * Some::width + e] += terms[j][e];
+                    for (u32 e = 0; e < Some::width; ++e) sums[0][(first + i) * Some::width + e] += terms[e];
                 }
+                __syncwarp();
+                release(turn.slot);
+            }
     }
 
     static MK_DEVICE void clear(float (&sums)[blocks][sums_of_block]) {
@@ -785,13 +882,17 @@ public:
         }
     };
 
-    static MK_DEVICE void store(Shared& shared, Launch self, u32 consumer) {
+    // Before each part, and once more, it calls ahead().
+    template <class Ahead>
+    static MK_DEVICE void store(Shared& shared, Launch self, u32 consumer, Ahead ahead) {
         const Sink& sink = shared.sink;
         const u32 lane = self.agent().lane();
         Storer storer{shared, self, consumer};
         Turn<1> told;
 
+        ahead();
         for (Tile whole : shared.schedule) {
+            ahead();
             const Tile tile = share(whole);
             if (idle(tile, consumer)) continue;
             const Tile part = half(tile, consumer);
@@ -878,9 +979,9 @@ MK_DEVICE void expect(const Matrices&... matrices) {
 //              where rows are flexible; pieces 64 rows of 128 bytes, which a warp delivers
 //   sink       with takes_fragments<Sink>, and ranks of one node, strips of a part go to slot(launch, part, i), one behind
 //              the other, of each of its receivers(launch, part); end() then tells those. Others' parts, not is_own(launch,
-//              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part),
-//              which are there when begin() returns (may_wait(launch, part): not at once); they become Sink::Result, for
-//              which results() has map, first_row and deliver
+//              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part), of
+//              addends(launch) peers, which are there when begin() returns (may_wait(launch, part): not at once); they become
+//              Sink::Result, for which results() has map, first_row and deliver
 //   sink       with tells_sums<Sink>, the threads that have multiplied call tell<32>(launch, owner, row, columns, sums) once
 //              begin() has returned true: 4 sums of a row from the first of the columns on, and 4 of 32 columns further; in
 //              an Owner it keeps what it needs for the next row. There are no pieces and no end()
@@ -905,13 +1006,24 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers<Sink>>();
         if constexpr (!Engine::gathers)
-            if (warp == 0 && depth > 0) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
-        if (warp > 0 && warp <= consumers) Engine::store(shared, launch.as(launch.agent().warp()), warp - 1);
+            if (warp == 0 && (depth > 0 || Engine::fragments)) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
+        if (warp > 0 && warp <= consumers) {
+            const Launch self = launch.as(launch.agent().warp());
+            if constexpr (Engine::gathers) {
+                if (warp == 1) {
+                    typename Engine::template Scout<Source, Gate> scout(shared, launch, depth, source, gate);
+                    Engine::store(shared, self, 0, [&] { scout.go_on(); });
+                } else {
+                    Engine::store(shared, self, warp - 1, [] {});
+                }
+            } else {
+                Engine::store(shared, self, warp - 1, [] {});
+            }
+        }
         const Scratch rest{scratch.data + sizeof(shared), scratch.bytes - sizeof(shared)};
         if (warp == spare_warp && !meanwhile(launch.as(launch.agent().warp()), rest)) Engine::fail(shared);
         if constexpr (Engine::gathers)
-            if ((warp == 0 || warp == spare_warp) && depth > 0)
-                Engine::gather(shared, launch, depth, shape.k, source, b, gate);
+            if ((warp == 0 || warp == spare_warp) && depth > 0) Engine::gather(shared, depth, b);
         __syncwarp();
         ptx::grow_registers<launch_registers>();  // what follows is written for all threads
     } else {
