@@ -1182,7 +1182,8 @@ for name, (file, old, new) in {
     ),
     "hopper: partial sums loaded too early": (
         "hopper.cuh",
-        "ptx::wait(&shared.used[slot], turn.parity ^ 1);\n                if (!ptx::elect()) continue;",
+        "ptx::wait(&shared.used[slot], turn.parity ^ 1);\n"
+        "                if (!ptx::elect()) continue;",
         "if (!ptx::elect()) continue;",
     ),
     "hopper: partial sums added too early": (
