@@ -155,12 +155,13 @@ def test_sums_over_ranks(on, form, engine, case):
         sums.test_equals_reference(operator, case)
 
 
+@pytest.mark.parametrize("transfer", ["bfloat16", "float32"])
 @pytest.mark.parametrize("seed", range(3))
-def test_many_strips_pass_through_few_slots(on, seed, monkeypatch):
+def test_many_strips_pass_through_few_slots(on, seed, transfer, monkeypatch):
     """A warp alone stores what the peer has pushed of earlier stripes."""
     monkeypatch.setattr(plans, "_HOPPER_TILES", ((128, 256, 1, 1.0),))
     half = "bfloat16"
-    case = ReductionCase("strips", (200, 190), 1032, (40, 30), half, half, transfer_dtype=half)
+    case = ReductionCase("strips", (200, 190), 1032, (40, 30), half, half, transfer_dtype=transfer)
     options = {"split": (0, 1)}
 
     def program(comm):

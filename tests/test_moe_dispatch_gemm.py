@@ -49,6 +49,7 @@ def cases(world):
     add("no experts", uneven, 5, 4, 0, 2)
     add("no slots", uneven, 5, 4, 3, 0)
     add("no tokens", (0,) * world, 5, 4, 3, 2)
+    add("most experts without rows", (3,) * world, 5, 4, 25 * world, 2, routing="uniform")
     add("one token", (*(0,) * (world - 1), 1), 5, 4, world + 1, 1, routing="hot")
     add("H = 1", uneven, 1, 3, 3, 2)
     add("H = 0", uneven, 0, 3, 3, 2, routing="zipf")
