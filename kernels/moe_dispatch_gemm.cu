@@ -3,7 +3,8 @@
 //   all      sort this rank's tokens by expert
 //   movers   show that to the peers with the call; when all have called, it is known who gets what. They bring the tokens
 //            here, each once, in the order in which the experts need them
-//   compute  takes the experts in order, and multiplies a tile as soon as its rows have arrived
+//   compute  brings some of the first tokens, which all wait for; then takes the experts in order, and multiplies a tile as
+//            soon as its rows have arrived
 // Where there is more than one node:
 //   inter-send     sends tokens once to each other node that needs them, to a gateway there, with tables that say to whom
 //   inter-receive  tells its node what has come to this rank as a gateway: from here the others bring it
@@ -33,8 +34,9 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     if (launch.agent().index() == 0 && launch.agent().lane() == 0) *p.origins.dispatch = launch.generation();
     Routing(launch, plan.routing).sort(p.choice, p.tokens, launch.agent().scratch(), p.origins.expert_offsets);
 
-    auto let_go = [](Launch& self) {
-        for (u64 i = 1; i < self.node().size; ++i) self.have_read(self.neighbour(i), self.readers());
+    auto let_go = [&](Launch& self) {
+        const u64 readers = self.readers() + (plan.landing.first_chunks > 0 ? plan.split.compute : 0);
+        for (u64 i = 1; i < self.node().size; ++i) self.have_read(self.neighbour(i), readers);
     };
     auto bring_tokens = [&](Launch self, Scratch scratch) {
         Routing routing(self, plan.routing);
@@ -69,6 +71,12 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
         TokenLanding landing(launch, plan.routing, plan.landing, p.origins.expert_offsets);
         // Who never learns where the experts' rows are leaves NaN everywhere. Of a refused call there are none.
         const bool known = routing.await();
+        if (plan.landing.first_chunks > 0)
+            launch.apart([&](Launch& self) {
+                if (known && !Routing(self, plan.routing).refused())
+                    bring_first_tokens(self, plan.routing, plan.landing, p.origins.expert_offsets);
+                let_go(self);
+            });
         const i64* offsets = known ? p.origins.expert_offsets : plan.whole;
         const u64 experts = known ? plan.experts : 1;
         const ExpertTiles in_order(offsets, experts, plan.n, plan.tile, known ? launch.member() : 0,

@@ -1,7 +1,7 @@
 // moe_layer: every rank has tokens, and some of the experts that they choose. Each expert is two products with an
 // activation between; a token gets the weighted sum of what its experts make of it.
 //   all      sort this rank's tokens, as in moe_dispatch_gemm
-//   movers   bring those that the experts here want
+//   movers   bring those that the experts here want, but for the first ones, which compute agents bring
 //   compute  multiplies with the first weights, expert by expert, as soon as the tokens have come, and with the second as
 //            soon as the tiles of the first product are finished; then adds up the rows of each token for the peers
 //            (and what movers do, before that, where the plan has none)
@@ -74,6 +74,10 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
     Routing routing(launch, plan.routing);
     const bool known = routing.await(), refused = known && routing.refused();
     if (launch.is(Role::compute) && known && !refused) {
+        if (plan.landing.first_chunks > 0)
+            launch.apart([&](Launch& self) {
+                bring_first_tokens(self, plan.routing, plan.landing, plan.expert_offsets);
+            });
         TokenLanding landing(launch, plan.routing, plan.landing, plan.expert_offsets);
         FinishedParts hidden(launch, plan);
         auto tiles = [&](i64 columns, i64 tile_columns, bool pairs = false) {

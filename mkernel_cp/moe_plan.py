@@ -132,6 +132,16 @@ class Dispatch:
         """In how many chunks the tokens of a rank come, at the most."""
         return math.ceil(self.max_tokens / self.chunk_tokens)
 
+    def first_chunks(self, split: Sequence[int]) -> int:
+        """Return how many chunks of each peer compute agents bring, one each at the most.
+
+        In the beginning all wait for the tokens of a few experts, which movers alone bring late.
+        """
+        movers, compute, *_ = split
+        if movers == 0 or self.ranks == 1 or self.several_nodes:
+            return 0
+        return min(self.chunks, compute // (self.ranks - 1))
+
     def arena_sizes(self) -> dict[str, int]:
         """Return the bytes of everything in the arena of every rank.
 

@@ -528,6 +528,18 @@ MUTANTS = {
         "unit_.head + index % plan_.group",
         ATTENTION,
     ),
+    "experts: first chunks not waited for": Mutant(
+        H + "experts.cuh", "plan_.first_chunks < end ? plan_.first_chunks : end;", "0;", EXPERTS
+    ),
+    "experts: first chunks of the next agent": Mutant(
+        H + "experts.cuh", "chunk -= plan_.first_chunks;", "", EXPERTS
+    ),
+    "experts: compute agents are no readers": Mutant(
+        "moe_dispatch_gemm.cu",
+        "plan.landing.first_chunks > 0 ? plan.split.compute : 0",
+        "plan.landing.first_chunks > 0 ? 0 : 0",
+        EXPERTS,
+    ),
     "experts: tiles behind those looked at together": Mutant(
         H + "experts.cuh",
         "expert_ += ahead) {",
@@ -1064,7 +1076,7 @@ MUTANTS = {
     "node experts: tokens that the gateway has not": Mutant(
         H + "experts.cuh",
         "if (several_nodes && !shown_.in_node(source) && !await_at_gateway(source, list, "
-        "landing.size())) return;",
+        "landing.size())) return false;",
         "",
         NODE_EXPERTS,
     ),

@@ -34,7 +34,7 @@ MAY_SPILL = {
     ("gemm_reduce_one_shot", "sm_90a"): 64,
     # What a thread knows of tokens and of a second product is kept in memory while it multiplies.
     ("moe_dispatch_gemm", "sm_80"): 64,
-    ("moe_dispatch_gemm", "sm_90a"): 208,  # movers
+    ("moe_dispatch_gemm", "sm_90a"): 192,
     ("moe_combine", "sm_80"): 96,  # of float64, what the slots of a token have
     ("moe_layer", "sm_80"): 384,
     ("moe_layer", "sm_90a"): 768,

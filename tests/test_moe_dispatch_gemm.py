@@ -701,7 +701,7 @@ class Simulated:
                 comm=comm,
                 num_experts=5,
                 capacity=16,
-                options=mk.Options(split, (2, 1, 2), 24),
+                options=mk.Options(split, (2, 1, 2), 12),
             )
             out = np.empty((16, 2), np.float32)
             layout = mk.DispatchLayout(step.plan, comm._runtime.machine)

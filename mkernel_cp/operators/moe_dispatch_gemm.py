@@ -348,7 +348,7 @@ class MoeDispatchGemm(Operator):
         self._constant("capacity", np.array(agreed.capacities, np.int64))
         self._stage = stage_of_tokens(agreed, arena, runtime)
         routing, landing = routing_plans(
-            agreed, self._arrays["capacity"], self._counts, arena, runtime
+            agreed, plan.split, self._arrays["capacity"], self._counts, arena, runtime
         )
         constants = structures.MoeDispatchGemmPlan(
             split=structures.Split(*plan.split),
@@ -528,7 +528,12 @@ def counts_of(agreed: Dispatch, agents: int, runtime: Runtime) -> Any:
 
 
 def routing_plans(
-    agreed: Dispatch, capacity: Any, counts: Any, arena: Arena, runtime: Runtime
+    agreed: Dispatch,
+    split: Sequence[int],
+    capacity: Any,
+    counts: Any,
+    arena: Arena,
+    runtime: Runtime,
 ) -> tuple[Any, Any]:
     """Return the structs ``RoutingPlan`` and ``TokenLandingPlan``, which begin an arena."""
     structures = structs.shared()
@@ -561,6 +566,7 @@ def routing_plans(
         bytes=agreed.h * agreed.dtype.itemsize,
         chunk_tokens=agreed.chunk_tokens,
         chunks=agreed.chunks,
+        first_chunks=agreed.first_chunks(split),
         arrived=base + 8 * words["arrived"],
         placed=base + 8 * words["placed"],
         **local("list", "places"),

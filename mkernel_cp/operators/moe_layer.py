@@ -361,7 +361,8 @@ class MoeLayer(Operator):
         self._arrays["room"] = self._room
         self._constant("capacity", np.array(asked.dispatch.capacities, np.int64))
         routing, landing = routing_plans(
-            asked.dispatch, self._arrays["capacity"], self._room["counts"], arena, runtime
+            *(asked.dispatch, plan.split, self._arrays["capacity"], self._room["counts"]),
+            *(arena, runtime),
         )
         constants = structures.MoeLayerPlan(
             split=structures.Split(*plan.split),

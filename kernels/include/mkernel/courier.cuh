@@ -49,6 +49,11 @@ public:
             }
     }
 
+    // The memory may be used again.
+    MK_DEVICE void retire() {
+        for (u32 i = 0; i < slots_; ++i) ptx::barrier_invalidate(&slot_[i].loaded);
+    }
+
     template <class Landed>
     MK_DEVICE void drain(Landed landed) {
         make_room(most_slots, landed);
@@ -179,6 +184,14 @@ public:
     MK_DEVICE void finish() {
 #if MK_BULK_COPIES
         if (launch_.agent().lane() == 0 && Belt::fits(scratch_)) belt_.drain([&](u64* of) { raise(of, Completed()); });
+#endif
+        launch_.agent().sync();
+    }
+
+    // After finish(): the scratch memory may be used for something else.
+    MK_DEVICE void retire() {
+#if MK_BULK_COPIES
+        belt_.retire();  // others have no slots
 #endif
         launch_.agent().sync();
     }

@@ -341,7 +341,8 @@ public:
     // stay where they are. note(row, source, route) keeps what a row is.
     template <bool aligned, class Note>
     MK_DEVICE void bring(Courier<aligned>& courier, Lines own, Note note) {
-        for (u64 peer : RingOrder(launch_.rank(), launch_.size(), launch_.node())) look_up(peer);
+        for (u64 peer : RingOrder(launch_.rank(), launch_.size(), launch_.node()))
+            look_up(peer, own_chunk(peer, plan_.first_chunks), i64(launch_.members()));
         launch_.agent().sync();
         for (u64 expert = 0; expert < experts_; ++expert) {
             if (is_mine(expert, launch_.rank())) place(expert, launch_.rank(), own, note);
@@ -349,6 +350,23 @@ public:
                 if (is_mine(expert, peer)) place(expert, peer, own, note);
                 fetch(courier, expert, peer);
             }
+        }
+    }
+
+    // Brings the one of the first chunks that is this compute agent's, if there is one.
+    template <bool aligned>
+    MK_DEVICE void bring_first(Courier<aligned>& courier) {
+        i64 chunk = i64(launch_.member());
+        for (u64 peer : RingOrder(launch_.rank(), launch_.size(), launch_.node())) {
+            if (chunk < plan_.first_chunks) {
+                const i64 end = coming(peer);
+                if (chunk * plan_.chunk_tokens >= end || !launch_.live()) return;
+                look_up(peer, chunk, plan_.chunks);
+                launch_.agent().sync();
+                fetch_chunk(courier, peer, chunk, end);
+                return;
+            }
+            chunk -= plan_.first_chunks;
         }
     }
 
@@ -408,19 +426,21 @@ private:
     // Waits for the first tokens of a source. Each mover brings its chunks in order, so its last one tells of all.
     MK_DEVICE bool await_tokens(const Agent& who, u64 source, i64 count) {
         const i64 end = ceil_div(count, plan_.chunk_tokens), movers = i64(launch_.readers());
-        const i64 begin = end > movers ? end - movers : 0;
-        const u64 last = u64(end - begin), first = chunk_of(source, begin);
-        auto signal = [&](u64 i) { return &plan_.arrived[first + i]; };
-        return launch_.all_there(who, last, 1, signal) ||
-               launch_.wait_all(who, last, 1, signal, [&](u64 i) { return Subject{Awaited::arrival, everyone, first + i}; });
+        const i64 apart = plan_.first_chunks < end ? plan_.first_chunks : end;  // each from another agent
+        const i64 begin = end - apart > movers ? end - movers : apart;
+        const u64 all = u64(apart + end - begin);
+        auto chunk = [&](u64 i) { return chunk_of(source, i64(i) < apart ? i64(i) : begin + i64(i) - apart); };
+        auto signal = [&](u64 i) { return &plan_.arrived[chunk(i)]; };
+        return launch_.all_there(who, all, 1, signal) ||
+               launch_.wait_all(who, all, 1, signal, [&](u64 i) { return Subject{Awaited::arrival, everyone, chunk(i)}; });
     }
 
-    // Finds out which tokens of a peer are in this mover's chunks. Lists come behind routes.
-    MK_DEVICE void look_up(u64 source) {
+    // Finds out which tokens of a peer are in so many chunks from the first on. Lists come behind routes.
+    MK_DEVICE void look_up(u64 source, i64 first, i64 step) {
         if (experts_ == 0 || coming(source) == 0 || !shown_.await(source, Crossing::list)) return;
         const Agent& agent = launch_.agent();
         const u32* theirs = shown_.table<u32>(source, routing_.tokens) + delivery_of(0, source).token;
-        const i64 all = coming(source), first = own_chunk(source, 0), step = i64(launch_.members());
+        const i64 all = coming(source);
         const u32 length = u32(plan_.chunk_tokens);
         for (u32 i = agent.lane();; i += agent.lanes()) {
             const i64 at = (first + i64(i / length) * step) * length + i % length;
@@ -433,23 +453,28 @@ private:
     MK_DEVICE void fetch(Courier<aligned>& courier, u64 expert, u64 source) {
         if (!launch_.live()) return;
         const Delivery& delivery = delivery_of(expert, source);
-        const i64 end = delivery.landed + delivery.tokens;
-        i64 chunk = own_chunk(source, ceil_div(delivery.landed, plan_.chunk_tokens));
-        if (chunk * plan_.chunk_tokens >= end) return;
+        const i64 end = delivery.landed + delivery.tokens, all = coming(source);
+        const i64 begin = ceil_div(delivery.landed, plan_.chunk_tokens);
+        i64 chunk = own_chunk(source, begin < plan_.first_chunks ? plan_.first_chunks : begin);
+        for (; chunk * plan_.chunk_tokens < end; chunk += i64(launch_.members()))
+            if (!fetch_chunk(courier, source, chunk, all)) return;
+    }
+
+    // `all`: tokens that come from there.
+    template <bool aligned>
+    MK_DEVICE bool fetch_chunk(Courier<aligned>& courier, u64 source, i64 chunk, i64 all) {
         const CallMessage& message = launch_.message_of(source);
         const u64 holder = launch_.holder(source);
         const Lines theirs{static_cast<u8*>(launch_.at(holder, message.operand)), i64(message.operand_pitch)};
-        const i64 all = coming(source);
-        for (; chunk * plan_.chunk_tokens < end; chunk += i64(launch_.members())) {
-            const Range landing = block(chunk, plan_.chunk_tokens, all);
-            const u64 index = chunk_of(source, chunk), bytes = u64(landing.size() * plan_.bytes);
-            const Span span(launch_, launch_.agent().lane() == 0, Traced::copy, source, bytes, index);
-            const u32* list = list_of(source) + landing.begin;
-            if (several_nodes && !shown_.in_node(source) && !await_at_gateway(source, list, landing.size())) return;
-            courier.send_listed({token_at(source, landing.begin), plan_.pitch}, theirs, list, landing.size(), plan_.bytes,
-                                &plan_.arrived[index]);
-            if (holder != launch_.rank()) pulled_ += bytes;
-        }
+        const Range landing = block(chunk, plan_.chunk_tokens, all);
+        const u64 index = chunk_of(source, chunk), bytes = u64(landing.size() * plan_.bytes);
+        const Span span(launch_, launch_.agent().lane() == 0, Traced::copy, source, bytes, index);
+        const u32* list = list_of(source) + landing.begin;
+        if (several_nodes && !shown_.in_node(source) && !await_at_gateway(source, list, landing.size())) return false;
+        courier.send_listed({token_at(source, landing.begin), plan_.pitch}, theirs, list, landing.size(), plan_.bytes,
+                            &plan_.arrived[index]);
+        if (holder != launch_.rank()) pulled_ += bytes;
+        return true;
     }
 
     // Waits until the gateway of another node's rank has the tokens of a list.
@@ -491,6 +516,16 @@ private:
         i64 row;
     } known_ = {~u64(0), 0};
 };
+
+// What a compute agent brings before it computes.
+MK_DEVICE void bring_first_tokens(Launch& launch, const RoutingPlan& routing, const TokenLandingPlan& plan,
+                                  const i64* expert_offsets) {
+    Courier<> courier(launch, launch.agent().scratch());
+    TokenLanding landing(launch, routing, plan, expert_offsets);
+    landing.bring_first(courier);
+    landing.finish(courier);
+    courier.retire();
+}
 
 // Rows of the tiles of an expert: as few tiles as may be, of equal height where that may be less, but for the last one.
 MK_DEVICE u32 tile_height(u32 rows, u32 most, u32 step) {

@@ -540,6 +540,7 @@ struct TokenLandingPlan {
     i64 bytes;     // of one
     i64 chunk_tokens;
     i64 chunks;        // of a rank
+    i64 first_chunks;  // of a peer, that compute agents bring, one each: all wait for these in the beginning
     u32* list;         // [rank][max_tokens]: of those that land, which of its tokens they are
     u64* arrived;      // [rank][chunk]: signals
     u64* placed;       // [own expert][rank]: signals
