@@ -361,6 +361,8 @@ class MoeDispatchGemmPlan(NodesPlan):
         """Return the plan in words, one choice a line."""
         movers, compute = self.split
         agreed = self.dispatch
+        first = agreed.first_chunks(self.split)
+        besides = f", the first {first} of each peer by compute agents" if first else ""
         return "\n".join(
             (
                 f"moe_dispatch_gemm: up to {self.max_tokens} tokens a rank of {self.h} columns to "
@@ -369,7 +371,7 @@ class MoeDispatchGemmPlan(NodesPlan):
                 f"{self.rank} of {self.ranks}, {self.capacity} rows at the most",
                 f"target {self.target}, engine {self.engine}: tile {self.tile}, "
                 f"{compute} compute agents",
-                f"tokens come in chunks of {agreed.chunk_tokens} by {movers} movers, "
+                f"tokens come in chunks of {agreed.chunk_tokens} by {movers} movers{besides}; "
                 f"{self.memory} bytes of tables, landing zone and signals",
             )
         )

@@ -413,6 +413,16 @@ def test_capacities():
     assert dispatch(capacity=11).capacities == (11, 11, 11)
 
 
+def test_compute_agents_bring_one_chunk_each_before_they_compute():
+    """Those of the next peer are others'; on several nodes they would wait for the network."""
+    asked = dispatch(chunk_bytes=150)
+    assert (asked.chunks, asked.chunk_tokens) == (10, 2)
+    firsts = [asked.first_chunks(split) for split in ((0, 9), (1, 1), (1, 5), (2, 9), (3, 40))]
+    assert firsts == [0, 0, 2, 4, 10]
+    assert dispatch(ranks=1).first_chunks((1, 9)) == 0
+    assert dispatch(nodes=(2, 1)).first_chunks((1, 9)) == 0
+
+
 def test_plans_are_saved_and_choose_the_same_again(tmp_path):
     options = mk.Options((2, 3), (4, 5, 16), 500)
     asked = dispatch(chunk_bytes=500)
@@ -438,6 +448,7 @@ def test_plans_for_gpus():
     assert (plan.target, plan.engine) == ("cuda", "hopper")
     assert (plan.tile, plan.split) == ((128, 256, 512), (10, 122))
     assert "engine hopper" in plan.explain()
+    assert "by 10 movers, the first 40 of each peer by compute agents" in plan.explain()
     assert asked.sort_bytes < plan.shared_bytes <= gpu.shared_bytes
     assert plan_moe_dispatch_gemm(0, dispatch(ranks=1), tile, none, 132).split[0] > 0
     again = dispatch_tile(0, plan.dispatch, plan.options, gpu)
