@@ -468,7 +468,7 @@ public:
                 }
             }
             if constexpr (fragments)
-                if (is_own(shared.sink, launch, tile)) load_addends(shared, tile, turn, awaited);
+                if (is_own(shared.sink, launch, tile)) load_addends(shared, launch, tile, turn, awaited);
         }
     }
 
@@ -479,8 +479,10 @@ public:
         return (together == 1 ? shared.a[slot] : shared.b[slot]) + consumer * together * Strip<u8>::bytes;
     }
 
-    // What peers have pushed of an own tile, when it is there: of one after the other.
-    static MK_DEVICE void load_addends(Shared& shared, const Tile& tile, Turn<stages>& turn, Turn<1> (&awaited)[consumers]) {
+    // What peers have pushed of an own tile, when it is there: of one after the other. A block without rows of it lets as
+    // many slots pass as its neighbour fills.
+    static MK_DEVICE void load_addends(Shared& shared, const Launch& launch, const Tile& tile, Turn<stages>& turn,
+                                       Turn<1> (&awaited)[consumers]) {
         constexpr u32 strips = consumer_columns / Strip<typename Sink::Partial>::columns;
         u32 wanting = 0;  // consumers
         MK_UNROLL
@@ -491,7 +493,7 @@ public:
         }
         const bool here = !has_failed(shared);
         if (here) ptx::fence_global_to_async();
-        const u32 peers = wanting > 0 ? shared.addends[0].count : 0;
+        const u32 peers = shared.sink.addends(launch);
 #pragma unroll 1
         for (u32 peer = 0; peer < peers; ++peer)
 #pragma unroll 1
