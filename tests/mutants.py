@@ -1209,6 +1209,11 @@ for name, (file, old, new) in {
         "passing += own ? peers * times<typename Sink::Partial> : 0;",
         "",
     ),
+    "hopper: no partial sums for a block without rows": (
+        "hopper.cuh",
+        "const u32 peers = shared.sink.addends(launch);",
+        "const u32 peers = wanting > 0 ? shared.sink.addends(launch) : 0;",
+    ),
     "hopper: sums of one peer for all": (
         "hopper.cuh",
         "(to == lane ? nearest : sink.slot(self, part, to))",
