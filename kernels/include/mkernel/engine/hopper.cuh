@@ -229,6 +229,8 @@ public:
     using A = Panel<T, rows, MK_A_BY_COLUMNS, 1, flexible ? row_box : 0>;
     using B = Panel<T, side, !MK_B_BY_COLUMNS, cluster>;
     static constexpr u32 block_bytes = strip_rows * line_bytes;  // of a panel
+    static constexpr u32 panel_bytes = stages * (A::bytes + sides * B::bytes);
+    static constexpr u32 strip_bytes = consumers * strips * Strip<u8>::bytes;
     static_assert(cluster == 1 || !gathers, "only tensor copies reach a neighbour");
     static_assert(stages >= 2, "one panel is multiplied while the next one comes");
     static_assert(sides == 1 || (!halves && consumer_columns % Strip<Out>::columns == 0), "a side is whole strips");
@@ -252,6 +254,8 @@ public:
         Sink sink;
         Found<gathers, rows> next;
     };
+    // What plans take for all but panels and strips.
+    static constexpr u32 beside_bytes = 2048;
 
     // By a thread of each warp: what initialises a barrier takes its address from a uniform register.
     static MK_DEVICE void init(Shared& shared, u32 warp, const Schedule& schedule, const Sink& sink, bool live) {
@@ -479,8 +483,8 @@ public:
         return (together == 1 ? shared.a[slot] : shared.b[slot]) + consumer * together * Strip<u8>::bytes;
     }
 
-    // What peers have pushed of an own tile, when it is there: of one after the other. A block without rows of it lets as
-    // many slots pass as its neighbour fills.
+    // What peers have pushed of an own tile, when it is there: of one after the other. A block without rows of it lets
+    // as many slots pass as its neighbour fills.
     static MK_DEVICE void load_addends(Shared& shared, const Launch& launch, const Tile& tile, Turn<stages>& turn,
                                        Turn<1> (&awaited)[consumers]) {
         constexpr u32 strips = consumer_columns / Strip<typename Sink::Partial>::columns;
@@ -994,6 +998,8 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
                     const Factor& b, Gate gate, Sink sink, Meanwhile meanwhile) {
     using Engine = Hopper<T, Schedule, decltype(source(Tile{})), Factor, Sink>;
     static_assert(sizeof(T) == 2 || ptx::is_tfloat32<T>, "what there are matrix instructions for");
+    static_assert(sizeof(typename Engine::Shared) <= Engine::panel_bytes + Engine::strip_bytes + Engine::beside_bytes,
+                  "what plans take");
     const Scratch scratch = launch.agent().scratch();
     auto& shared = *reinterpret_cast<typename Engine::Shared*>(scratch.data);
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
