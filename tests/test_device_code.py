@@ -226,7 +226,7 @@ def test_attention_compiles_for_several_nodes():
     tile = hopper_attention_tile(128, SHARED_BYTES["sm_90a"])
     macros = {"MK_TYPE": plan.cpp_type(dtype), "MK_NODES": 1, **tile.defines(dtype)}
     built = compile_kernel("ring_attention", "sm_90a", macros)
-    found = complaint(*built, "ring_attention", limit=512)
+    found = complaint(*built, "ring_attention", limit=576)
     assert found is None, found
 
 
