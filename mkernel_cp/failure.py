@@ -5,6 +5,7 @@ of every rank. All ranks read that one record, so all raise the same.
 """
 
 import enum
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +88,12 @@ _AWAITED = {
 }
 
 
+def _differs(name: str, *texts: str) -> bool:
+    """Return whether calls that both have an argument differ in it."""
+    found = [re.search(rf"\b{name}=(\[[^]]*\]|\w+)", text) for text in texts]
+    return all(found) and len({match[1] for match in found if match}) > 1
+
+
 def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
     """Return the exception for a record.
 
@@ -112,7 +119,7 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
                 ("seq_counts", "positions"),
                 ("num_experts", "experts"),
             )
-            if f"{name}=" in texts[origin] and f"{name}=" in texts[peer]
+            if _differs(name, texts[origin], texts[peer])
         )
         if texts[origin] == texts[peer]:
             hint += (

@@ -72,10 +72,13 @@ class Options:
     sm_budget: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tf32, bool | np.bool_):
-            raise TypeError(f"Options(tf32={self.tf32!r}): use True or False")
-        if self.transfer_dtype is not None:
-            object.__setattr__(self, "transfer_dtype", np.dtype(self.transfer_dtype))
+        try:
+            object.__setattr__(self, "tf32", flag("tf32", self.tf32))
+            if self.transfer_dtype is not None:
+                transfer_dtype = asked_dtype("transfer_dtype", self.transfer_dtype)
+                object.__setattr__(self, "transfer_dtype", transfer_dtype)
+        except TypeError as error:
+            raise TypeError(f"Options: {error}") from None
         for name, lengths, least in (("split", (2, 3), (0, 1, 1)), ("tile", (3,), (1, 1, 1))):
             value = getattr(self, name)
             if value is not None:
@@ -93,11 +96,8 @@ class Options:
                     extent is None or low <= extent <= 1024
                     for low, extent in zip(least, value, strict=False)
                 ):
-                    bounds = ", ".join(map(str, least[: len(value)]))
-                    raise ValueError(
-                        f"Options({name}={value}): {asked} numbers, of at least {bounds} in turn "
-                        "and at most 1024"
-                    )
+                    bounds = ", ".join(f"{low} to 1024" for low in least[: max(lengths)])
+                    raise ValueError(f"Options({name}={value}): {asked} numbers, from {bounds}")
                 object.__setattr__(self, name, value)
         for name in ("chunk_bytes", "sm_budget"):
             value = getattr(self, name)
@@ -125,6 +125,21 @@ def number(value: Any) -> float:
     return float(value)
 
 
+def flag(name: str, value: Any) -> bool:
+    """Return an argument that is True or False; TypeError for anything else."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}={value!r}: use True or False")
+    return bool(value)
+
+
+def asked_dtype(name: str, value: Any) -> np.dtype:
+    """Return the dtype that an argument names; TypeError, with those there are, if none."""
+    try:
+        return np.dtype(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is no dtype: use one of {_NAMES}") from None
+
+
 def check_dtype(name: str, dtype: np.dtype) -> None:
     """Raise TypeError, with the allowed ones, for a dtype that operators do not take."""
     if dtype not in DTYPES:
@@ -133,7 +148,7 @@ def check_dtype(name: str, dtype: np.dtype) -> None:
 
 def output_dtype(dtype: np.dtype, requested: object, name: str = "dtype") -> np.dtype:
     """Return the dtype of an output or a transfer: the operands', or float32 for 16-bit ones."""
-    requested = dtype if requested is None else np.dtype(requested)
+    requested = dtype if requested is None else asked_dtype(name, requested)
     allowed = [dtype] if dtype.itemsize > 2 else [dtype, np.dtype(np.float32)]
     if requested not in allowed:
         names = " or ".join(d.name for d in allowed)

@@ -153,6 +153,18 @@ def test_sums_that_differ_are_told_on_all_ranks(operator, rows, warm):
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(("rows", "columns", "told"), [(5, 5, True), (4, 3, False)])
+def test_how_to_pass_different_numbers_of_rows_is_told_where_these_differ(rows, columns, told):
+    def program(comm):
+        other = np.ones((rows, 6)), np.ones((6, columns))
+        mk.gemm_allreduce(*(other if comm.rank == 1 else (A, B)), comm=comm)
+
+    remedy = "where ranks have different numbers of rows, each passes all in row_counts="
+    for error in outcomes(2, program):
+        assert isinstance(error, mk.ArgumentMismatchError)
+        assert (remedy in str(error)) == told
+
+
 def test_ranks_that_share_out_rows_differently_are_told():
     """Each of the two believes that all rows are its own, and pushes nothing."""
 

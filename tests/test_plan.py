@@ -261,6 +261,14 @@ def test_options_that_are_no_integers_are_refused(keywords):
         mk.Options(**keywords)
 
 
+def test_what_names_no_dtype_is_told_with_those_there_are():
+    text = "dtype='bf16' is no dtype: use one of bfloat16, float16, float32, float64"
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        plans.output_dtype(np.dtype(np.float32), "bf16")
+    with pytest.raises(TypeError, match=f"^Options: transfer_{text}$"):
+        mk.Options(transfer_dtype="bf16")
+
+
 def test_options_may_be_any_integers_and_are_hashable():
     assert mk.Options(split=[1, None, np.int32(2)]).split == (1, None, 2)
     plain = mk.Options(split=(1, 2), tile=(8, 16, 1024), chunk_bytes=4096)

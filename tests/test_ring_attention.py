@@ -599,6 +599,8 @@ WRONG = {
     "counts of another world": (ValueError, "2 numbers", {"seq_counts": (4,)}),
     "other counts": (ValueError, "passes 4 positions", {"seq_counts": (5, 5)}),
     "layout": (ValueError, "contiguous, zigzag", {"layout": "striped"}),
+    "causal": (TypeError, "causal='no': use True or False", {"causal": "no"}),
+    "return_lse": (TypeError, "return_lse=2: use True or False", {"return_lse": 2}),
     "infinite scale": (ValueError, "finite", {"scale": np.inf}),
     "a word as scale": (TypeError, "number", {"scale": "big"}),
     "a bool as scale": (TypeError, "scale=True: use a number", {"scale": True}),

@@ -198,7 +198,7 @@ class _Spec:
                 f"of {sum(counts)} positions; zigzag_split divides an array so"
             )
         self.options = operands.options(options, "ring_attention")
-        self.return_lse = bool(return_lse)
+        self.return_lse = plans.flag("return_lse", return_lse)
         self.attention = Attention(
             batch=batch,
             seq_counts=counts,
@@ -206,7 +206,7 @@ class _Spec:
             kv_heads=kv_heads,
             columns=columns,
             dtype=q.dtype,
-            causal=bool(causal),
+            causal=plans.flag("causal", causal),
             scale=_scale(scale, columns),
             layout=layout,
             max_workspace=operands.whole_number("max_workspace", max_workspace),
