@@ -381,7 +381,7 @@ def test_a_record_is_the_median_of_its_repeats():
     assert made["unfused_ms"] == "it broke"
     assert made["rivals"] == measured()["rivals"]
     assert made["card"] == "NVIDIA H100 80GB HBM3"
-    assert (made["variant"], made["engine"]) == ({}, "hopper")
+    assert (made["variant"], made["engine"], made["repeats"]) == ({}, "hopper", 3)
 
 
 def test_the_floor_is_the_longer_one():
@@ -406,6 +406,9 @@ def test_no_record_without_what_it_is_about(field):
         ("world", 0),
         ("target", "auto"),
         ("card", ""),
+        ("date", "yesterday"),
+        ("date", 20261129),
+        ("repeats", 0),
         ("fused_ms", 0.0),
         ("fused_ms", float("nan")),
         ("compute_ms", "words"),

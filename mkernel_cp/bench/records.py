@@ -9,6 +9,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 
 KEYS = (
     *("operator", "shape", "dtype", "variant", "world", "nodes", "target", "engine", "card"),
+    *("date", "repeats"),
     *("compute_ms", "transfer_ms", "network_ms", "engine_ms", "unfused_ms", "fused_ms", "floor_ms"),
     *("efficiency", "host_us", "rivals", "plan", "versions"),
 )
@@ -80,6 +82,8 @@ def make_record(
         "target": comm.target,
         "engine": plan["engine"],
         "card": card_of(comm.device),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "repeats": len(repeats),
         "floor_ms": floor,
         "efficiency": floor / found["fused_ms"],
         "plan": plan,
@@ -138,6 +142,8 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
         "target": lambda value: value in ("cuda", "host"),
         "engine": _is_text,
         "card": _is_text,
+        "date": _is_date,
+        "repeats": lambda value: value is None or _is_count(value),  # of old ones it is not known
         "compute_ms": _is_time,
         "transfer_ms": lambda value: _is_time(value) or value == 0.0,
         "network_ms": lambda value: _is_time(value) or value == 0.0,
@@ -167,6 +173,13 @@ def _is_count(value: Any) -> bool:
 
 def _is_time(value: Any) -> bool:
     return isinstance(value, float) and 0 < value < math.inf
+
+
+def _is_date(value: Any) -> bool:
+    try:
+        return date.fromisoformat(value).isoformat() == value
+    except (TypeError, ValueError):
+        return False
 
 
 def _is_text(value: Any) -> bool:
