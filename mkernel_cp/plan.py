@@ -634,9 +634,21 @@ def hopper_group_tile(
 
     candidates = sorted(hopper_group_tiles(gpu, movers, pairs=pairs), key=is_for_others)
     if options.tile is None:
-        return min((tile for tile in candidates if not is_for_others(tile)), key=cost)
+        best = min((tile for tile in candidates if not is_for_others(tile)), key=cost)
+        across = math.ceil(products[0][0] / best.tile[1])
+        return replace(best, movers=processors - _in_step(processors - movers, across))
     taken = next(tile for tile in candidates if tile.tile[:2] == options.tile[:2])
     return replace(taken, tile=options.tile)
+
+
+def _in_step(agents: int, across: int) -> int:
+    """Return how many of some agents are to multiply groups of `across` tiles side by side.
+
+    Those of whole groups stay together, and read the rows and weights that they share once; on two
+    H200 124 agents took 8 % longer than 120 or 128 do for their number, of 8 tiles side by side.
+    """
+    whole = agents // max(1, across) * across
+    return whole if 16 * whole >= 15 * agents else agents
 
 
 def _takes_hopper(gpu: Gpu, dtype: np.dtype, tf32: bool) -> bool:

@@ -446,9 +446,9 @@ def test_plans_for_gpus():
     tile = dispatch_tile(0, asked, none, gpu)
     plan = plan_moe_dispatch_gemm(0, asked, tile, none, 132)
     assert (plan.target, plan.engine) == ("cuda", "hopper")
-    assert (plan.tile, plan.split) == ((128, 256, 512), (10, 122))
+    assert (plan.tile, plan.split) == ((128, 256, 512), (12, 120))
     assert "engine hopper" in plan.explain()
-    assert "by 10 movers, the first 40 of each peer by compute agents" in plan.explain()
+    assert "by 12 movers, the first 40 of each peer by compute agents" in plan.explain()
     assert asked.sort_bytes < plan.shared_bytes <= gpu.shared_bytes
     assert plan_moe_dispatch_gemm(0, dispatch(ranks=1), tile, none, 132).split[0] > 0
     again = dispatch_tile(0, plan.dispatch, plan.options, gpu)
