@@ -55,7 +55,7 @@ class _Share(cuda.CudaTarget):
         if any(source.strides[axis] <= 0 for axis in wide):
             return super().copy(to, source)
         by_stride = sorted(wide, key=lambda axis: -to.strides[axis])
-        first = tuple(slice(None) if axis in wide else 0 for axis in range(to.ndim))
+        first = (*(slice(None) if axis in wide else 0 for axis in range(to.ndim)), ...)
         order = [wide.index(axis) for axis in by_stride]
         to, source = (
             array[first].transpose(order)[None, None, ..., None] for array in (to, source)

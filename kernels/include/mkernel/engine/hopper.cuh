@@ -353,7 +353,7 @@ public:
     }
     static MK_DEVICE u32 bytes_of_b(const Columns& from) { return sides * B::bytes_of(from.wanted / sides); }
 
-    // Finds rows that lie apart, a tile ahead of those who store: looking for them takes long.
+    // Finds rows that lie apart, a tile ahead of who stores: looking for them takes long. Of no depth it finds none.
     template <class Source, class Gate>
     class Scout {
     public:
@@ -1018,12 +1018,9 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         if (warp > 0 && warp <= consumers) {
             const Launch self = launch.as(launch.agent().warp());
             if constexpr (Engine::gathers) {
-                if (warp == 1) {
-                    typename Engine::template Scout<Source, Gate> scout(shared, launch, depth, source, gate);
-                    Engine::store(shared, self, 0, [&] { scout.go_on(); });
-                } else {
-                    Engine::store(shared, self, warp - 1, [] {});
-                }
+                const i64 searched = warp == 1 ? depth : 0;
+                typename Engine::template Scout<Source, Gate> scout(shared, launch, searched, source, gate);
+                Engine::store(shared, self, warp - 1, [&] { scout.go_on(); });
             } else {
                 Engine::store(shared, self, warp - 1, [] {});
             }
