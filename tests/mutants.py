@@ -534,6 +534,12 @@ MUTANTS = {
         "unit_.head + index % plan_.group",
         ATTENTION,
     ),
+    "experts: tokens for a rank without experts": Mutant(
+        H + "experts.cuh",
+        "if (experts_ == 0) return 0;",
+        "",
+        ("test_moe_dispatch_gemm.py::test_nothing_comes_to_ranks_without_experts",),
+    ),
     "experts: first chunks not waited for": Mutant(
         H + "experts.cuh", "plan_.first_chunks < end ? plan_.first_chunks : end;", "0;", EXPERTS
     ),

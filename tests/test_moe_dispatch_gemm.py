@@ -223,6 +223,27 @@ def test_a_token_comes_once_however_many_experts_of_a_rank_it_chose(kind):
     assert kind != "one rank" or came == [0, 0, 33]
 
 
+def test_nothing_comes_to_ranks_without_experts():
+    """Nor do those of their agents bring any that bring the first tokens."""
+    case = ExpertCase("none", (9,) * 8, 8, 4, 1, 1, "float32", "one expert")
+
+    def main(mpi):
+        with mk.Communicator(mpi) as comm:
+            own = tokens_of(case, 1)[comm.rank], ids_of(case, 1)[comm.rank]
+            step = mk.MoeDispatchGemm(
+                *(*own, weights_of(case, comm.rank)),
+                comm=comm,
+                num_experts=case.experts,
+                options=mk.Options(split=(1, 16)),
+            )
+            assert step.plan.dispatch.first_chunks(step.plan.split) > 0
+            for _ in range(2):  # tables hold something then
+                step(*own, weights_of(case, comm.rank))
+            return worlds.bytes_from_peers(comm)
+
+    assert mk.LocalWorld(8).run(main) == [2 * 7 * 9 * 8 * 4, *[0] * 7]
+
+
 @pytest.mark.operator(world=2)
 def test_rows_behind_the_last_are_left_alone():
     case = ExpertCase("room", (6, 4), 5, 3, 4, 2, "float64")

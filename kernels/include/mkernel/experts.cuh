@@ -359,11 +359,11 @@ public:
         i64 chunk = i64(launch_.member());
         for (u64 peer : RingOrder(launch_.rank(), launch_.size(), launch_.node())) {
             if (chunk < plan_.first_chunks) {
-                const i64 end = coming(peer);
-                if (chunk * plan_.chunk_tokens >= end || !launch_.live()) return;
+                const i64 all = coming(peer);
+                if (chunk * plan_.chunk_tokens >= all) return;
                 look_up(peer, chunk, plan_.chunks);
                 launch_.agent().sync();
-                fetch_chunk(courier, peer, chunk, end);
+                if (launch_.live()) fetch_chunk(courier, peer, chunk, all);
                 return;
             }
             chunk -= plan_.first_chunks;
@@ -419,6 +419,7 @@ private:
 
     // How many tokens of a source land here.
     MK_DEVICE i64 coming(u64 source) const {
+        if (experts_ == 0) return 0;
         const Delivery& last = delivery_of(experts_ - 1, source);
         return last.landed + last.tokens;
     }
@@ -435,9 +436,9 @@ private:
                launch_.wait_all(who, all, 1, signal, [&](u64 i) { return Subject{Awaited::arrival, everyone, chunk(i)}; });
     }
 
-    // Finds out which tokens of a peer are in so many chunks from the first on. Lists come behind routes.
+    // Finds out which tokens of a peer are in a chunk and in each that comes `step` further. Lists come behind routes.
     MK_DEVICE void look_up(u64 source, i64 first, i64 step) {
-        if (experts_ == 0 || coming(source) == 0 || !shown_.await(source, Crossing::list)) return;
+        if (coming(source) == 0 || !shown_.await(source, Crossing::list)) return;
         const Agent& agent = launch_.agent();
         const u32* theirs = shown_.table<u32>(source, routing_.tokens) + delivery_of(0, source).token;
         const i64 all = coming(source);

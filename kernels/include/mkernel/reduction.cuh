@@ -198,7 +198,7 @@ public:
     MK_DEVICE Pushed(const GemmReduceScatterPlan& plan) : plan_(&plan), parts_(plan) {}
 
     MK_DEVICE bool await(Launch& launch, const Tile& part) const {
-        const u64 rank = launch.rank(), others = launch.node().size - 1;
+        const u64 rank = launch.rank(), others = count(launch);
         const i64 parts = parts_.added_by(rank), number = parts_.where_added(part);
         const Zone partials(launch, plan_->partials);
         for (u64 step = 1; step <= others; ++step) {
@@ -210,11 +210,14 @@ public:
         return launch.live();
     }
 
+    // Ranks that push to this one.
+    static MK_DEVICE u32 count(const Launch& launch) { return u32(launch.node().size - 1); }
+
     // The slots of a part, that of the next rank first.
     MK_DEVICE Addends slots(const Launch& launch, const Tile& part) const {
         const u64 rank = launch.rank();
         return {Zone(launch, plan_->partials).slot(rank, parts_.where_added(part)),
-                parts_.added_by(rank) * plan_->partials.slot_bytes, u32(launch.node().size - 1)};
+                parts_.added_by(rank) * plan_->partials.slot_bytes, count(launch)};
     }
 
     // Lanes may have added up what others are to store.
@@ -337,6 +340,7 @@ public:
 
     MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
 
+    MK_DEVICE u32 addends(const Launch& launch) const { return pushed_.count(launch); }
     MK_DEVICE Addends addends(const Launch& launch, const Tile& part) const { return pushed_.slots(launch, part); }
 
     // Peers that get the result, and where.
@@ -430,7 +434,7 @@ public:
         return is_own(launch, part) || !launch.has_called(part.source);
     }
     MK_DEVICE const Store<Result>& results() const { return sum_; }
-    MK_DEVICE u32 addends(const Launch& launch) const { return u32(launch.node().size - 1); }
+    MK_DEVICE u32 addends(const Launch& launch) const { return sum_.addends(launch); }
     MK_DEVICE Addends addends(const Launch& launch, const Tile& part) const { return sum_.addends(launch, part); }
     MK_DEVICE u64 receivers(const Launch& launch, const Tile& part) const {
         return is_own(launch, part) ? sum_.receivers(launch) : 1;

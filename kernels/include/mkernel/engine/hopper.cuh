@@ -1,11 +1,13 @@
 // The engine of sm_90a, for bfloat16, float16 and tfloat32. A block is three warpgroups that meet in shared memory:
-//   producer   warp 0: asks the gate, and has tensor copies fill one stage after another with a panel of A and of B
-//   consumers  two warpgroups: multiply the panels, half of the tile's rows each, and put the tile into strips; where it is
-//              a part of a sum over ranks, they add to it what the storer says has come, or tell it in one shot
+//   producer   warp 0: asks the gate, and has tensor copies fill one stage after another with a panel of A and of B; behind
+//              those of an own tile of a sum over ranks with what peers have pushed, when the storers say that it is here
+//   consumers  two warpgroups: multiply the panels, half of the tile's rows each, add what peers have pushed, and put the
+//              tile into strips; or they tell it in one shot
 //   storers    warps 1 and 2, one for each consumer: store its strips, or send them to peers, while the next tile is
 //              multiplied
 //   warp 3     does what the operator wants done meanwhile
-// Where rows of A lie apart, warps 0 and 3 copy those, 16 bytes a thread at a time, and have every other panel each.
+// Where rows of A lie apart, warp 1 asks the gate and finds them, a tile ahead of what it stores; warps 0 and 3 copy them,
+// 16 bytes a thread at a time, and have every other panel each.
 // Each walks the schedule by itself. In a cluster of two, the blocks have the upper and the lower half of a tile: each
 // loads its own rows of A, and half of B to both.
 // Where tiles may be of fewer rows (MK_FLEXIBLE), consumers multiply the transposed operands, half of the tile's columns
@@ -975,7 +977,7 @@ MK_DEVICE void expect(const Matrices&... matrices) {
 // The interface is that of host.cuh. What this engine needs beyond it:
 //   schedule   the same for all blocks of a cluster: made of index / engine::cluster and count / engine::cluster.
 //              `halving`: whether there may be tiles of half as many columns
-//   shape.k    what the gate is asked for at a time: a multiple of 64
+//   shape.k    what the gate is asked for at a time: a multiple of 64; where rows lie apart, for all of k
 //   source, b  are mapped: lines that are 16 bytes aligned, and tiles in them: boxes of 128 contiguous bytes by 64 lines,
 //              or (if k is contiguous, as 32 bits must be) by all lines of Panel::box; swizzled by 128 bytes, zeros
 //              beyond the edges; of tfloat32, copies round. A stack is one array of three dimensions. Rows that lie apart
@@ -991,7 +993,7 @@ MK_DEVICE void expect(const Matrices&... matrices) {
 //   sink       with tells_sums<Sink>, the threads that have multiplied call tell<32>(launch, owner, row, columns, sums) once
 //              begin() has returned true: 4 sums of a row from the first of the columns on, and 4 of 32 columns further; in
 //              an Owner it keeps what it needs for the next row. There are no pieces and no end()
-// May be called again and again. The gate is asked for this block's rows only, by warp 0; where they lie apart, while
+// May be called again and again. The gate is asked for this block's rows only, by one warp; where they lie apart, while
 // tiles before are not finished: it may not wait for those.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
