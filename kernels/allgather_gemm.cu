@@ -44,8 +44,10 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
                 const u64 holder = self.holder(peer);  // itself, or its gateway
                 if (!self.live()) break;
                 if (holder == rank || plan.n == 0) continue;
-                const CallMessage& theirs = self.message_of(peer);
-                Lines rows{static_cast<u8*>(self.at(holder, theirs.operand)), i64(theirs.operand_pitch)};
+                auto rows = [&]() -> Lines {
+                    const CallMessage& theirs = self.message_of(peer);
+                    return {static_cast<u8*>(self.at(holder, theirs.operand)), i64(theirs.operand_pitch)};
+                };
                 landing.pull(courier, peer, rows, phase, together, [&](i64 chunk) {
                     return !several_nodes || holder == peer || Internode<Type>(self, plan.landing, together).await(peer, chunk);
                 });

@@ -23,7 +23,7 @@ _NAMES = ", ".join(dtype.name for dtype in DTYPES)
 _LINE_ALIGNMENT = 128
 # Copying by registers, so many thread blocks fill a link.
 _MOVERS = 20
-_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 16, 1 << 14
+_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 16, 1 << 13
 _CHUNKS = 1024  # or more, if they are large
 _CHUNK_LINE, _CHUNK_LINES = 2048, 32  # bytes of a line of a chunk, and at most so many lines
 # Where data pass through slots of host memory: in a slot, before them, and of a word that tells

@@ -293,8 +293,8 @@ MUTANTS = {
     ),
     "chunk tail": Mutant(
         H + "landing.cuh",
-        "block(row, chunk_rows, all)",
-        "block(row, chunk_rows, all - 1)",
+        "block(row, chunk_rows_, all)",
+        "block(row, chunk_rows_, all - 1)",
     ),
     "source of another rank": Mutant(
         H + "schedule.cuh",
@@ -1252,15 +1252,19 @@ for name, (file, old, new) in {
 
 for name, (old, new) in {
     "courier: stored before it is loaded": (
-        "ptx::wait(&slot.loaded, out_parity_);",
+        "ptx::wait(&slot_[out_].loaded, out_parity_);",
         "",
     ),
-    "courier: last signal before the bytes": (
-        "make_room(most_slots, landed);\n        ptx::wait_stores<0>();",
-        "make_room(most_slots, landed);",
+    "courier: goes on with what is not here": (
+        "while (under_way_ > 0 && ptx::completed(&slot_[out_].loaded, out_parity_)) store",
+        "while (under_way_ > 0) store",
     ),
-    "courier: signal before the bytes where pieces come slowly": (
-        "ptx::wait_stores<0>();\n                landed(unsaid_);",
+    "courier: signal before the bytes where no store follows": (
+        "ptx::wait_stores<0>();\n        landed(unsaid_);",
+        "landed(unsaid_);",
+    ),
+    "courier: signal before the bytes where a store follows": (
+        "ptx::wait_stores<1>();\n            landed(unsaid_);",
         "landed(unsaid_);",
     ),
     "courier: slot loaded while it is stored": (

@@ -39,6 +39,7 @@ SOURCE = """
                         Lines to{p.landing + i * p.pitch, p.pitch};
                         Lines from{theirs + i * p.pitch, p.pitch};
                         courier.send(to, from, 1, p.bytes, &p.arrived[i]);
+                        if (i % 3 == 0) courier.go_on();
                     }
                 courier.finish();
                 launch.have_read(peer, movers);

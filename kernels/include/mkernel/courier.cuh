@@ -15,8 +15,8 @@ class Belt {
 public:
     MK_DEVICE Belt(Scratch scratch, bool drives) : slot_(reinterpret_cast<Slot*>(scratch.data)) {
         if (!drives || !fits(scratch)) return;
-        // The fewer pieces, the less time goes with them; some have to be under way at a time.
-        while (piece_bytes_ > least_bytes && scratch.bytes / (piece_bytes_ + sizeof(Slot)) < good_slots) piece_bytes_ /= 2;
+        // The fewer pieces, the less time goes with them; but while some are stored, others have to come.
+        while (piece_bytes_ > least_bytes && scratch.bytes / (piece_bytes_ + sizeof(Slot)) < most_slots) piece_bytes_ /= 2;
         slots_ = u32(scratch.bytes / (piece_bytes_ + sizeof(Slot)));
         if (slots_ > most_slots) slots_ = most_slots;
         for (u32 i = 0; i < slots_; ++i) ptx::barrier_init(&slot_[i].loaded, 1);
@@ -57,14 +57,20 @@ public:
     template <class Landed>
     MK_DEVICE void drain(Landed landed) {
         make_room(most_slots, landed);
+        say(landed);
         ptx::wait_stores<0>();
-        if (unsaid_) landed(unsaid_);
-        unsaid_ = nullptr;
+    }
+
+    // Stores what has been loaded, and says so. It does not wait for what is still to come.
+    template <class Landed>
+    MK_DEVICE void go_on(Landed landed) {
+        while (under_way_ > 0 && ptx::completed(&slot_[out_].loaded, out_parity_)) store_oldest(landed);
+        say(landed);
     }
 
 private:
     static constexpr u32 least_slots = 3;  // one is loaded, one is stored, one is read by its store
-    static constexpr u32 good_slots = 4, most_slots = 8;
+    static constexpr u32 most_slots = 8;   // on two H200 links carry a sixth more than with 4
     static constexpr u32 least_bytes = 1024, most_bytes = 32768;  // of a piece
     static constexpr i64 least_line = 512;
     static constexpr u32 driver = 1;  // as a set of lanes: lane 0, which compilers are told
@@ -80,28 +86,38 @@ private:
     template <class Landed>
     MK_DEVICE void make_room(u32 free, Landed landed) {
         while (under_way_ > 0 && under_way_ + free >= slots_) {
-            Slot& slot = slot_[out_];
-            if (unsaid_ && !ptx::completed(&slot.loaded, out_parity_)) {  // it would be said late
-                ptx::wait_stores<0>();
-                landed(unsaid_);
-                unsaid_ = nullptr;
-            }
-            ptx::wait(&slot.loaded, out_parity_);
-            const Lines to = slot.to;
-            const u32 bytes = slot.bytes, lines = slot.lines;
-            const u8* from = piece(out_);
-            MK_NO_UNROLL
-            for (u32 i = 0; i < lines; ++i)
-                if (ptx::elect<driver>()) ptx::store_bulk(to.data + i * to.pitch, from + i * bytes, bytes);
-            ptx::commit_stores();
-            if (unsaid_) {
-                ptx::wait_stores<1>();
-                landed(unsaid_);
-            }
-            unsaid_ = slot.signal;
-            if (++out_ == slots_) out_ = 0, out_parity_ ^= 1;
-            --under_way_;
+            if (!ptx::completed(&slot_[out_].loaded, out_parity_)) say(landed);  // it would be said late
+            ptx::wait(&slot_[out_].loaded, out_parity_);
+            store_oldest(landed);
         }
+    }
+
+    template <class Landed>
+    MK_DEVICE void store_oldest(Landed landed) {
+        const Slot& slot = slot_[out_];
+        const Lines to = slot.to;
+        const u32 bytes = slot.bytes, lines = slot.lines;
+        const u8* from = piece(out_);
+        MK_NO_UNROLL
+        for (u32 i = 0; i < lines; ++i)
+            if (ptx::elect<driver>()) ptx::store_bulk(to.data + i * to.pitch, from + i * bytes, bytes);
+        ptx::commit_stores();
+        if (unsaid_) {
+            ptx::wait_stores<1>();
+            landed(unsaid_);
+        }
+        unsaid_ = slot.signal;
+        if (++out_ == slots_) out_ = 0, out_parity_ ^= 1;
+        --under_way_;
+    }
+
+    // Waits until all is stored, if there is something to say then.
+    template <class Landed>
+    MK_DEVICE void say(Landed landed) {
+        if (!unsaid_) return;
+        ptx::wait_stores<0>();
+        landed(unsaid_);
+        unsaid_ = nullptr;
     }
 
     MK_DEVICE u8* piece(u32 slot) const { return reinterpret_cast<u8*>(slot_ + slots_) + slot * piece_bytes_; }
@@ -178,6 +194,13 @@ public:
         }
 #endif
         launch_.raise<Scope::device>(signal, 1, copy(launch_.agent(), to, from, list, lines, bytes).complete());
+    }
+
+    // For when there is nothing to send at the moment: says what has come, which else waits for the next.
+    MK_DEVICE void go_on() {
+#if MK_BULK_COPIES
+        if (launch_.agent().lane() == 0 && Belt::fits(scratch_)) belt_.go_on([&](u64* of) { raise(of, Completed()); });
+#endif
     }
 
     // When it returns, all copies are complete.

@@ -14,26 +14,31 @@ struct Chunk {
 template <class T>
 class Landing {
 public:
-    MK_DEVICE Landing(Launch& launch, const LandingPlan& plan) : launch_(launch), plan_(plan) {}
+    // What the plan says is read once, not anew behind each signal.
+    MK_DEVICE Landing(Launch& launch, const LandingPlan& plan)
+        : launch_(launch), plan_(plan), arrived_(plan.arrived), k_(u32(plan.k)), chunk_rows_(u32(plan.chunk_rows)),
+          chunk_k_(u32(plan.chunk_k)), by_columns_(plan.by_columns) {}
 
     // The rows of a rank, and where they lie here.
     MK_DEVICE i64 rows_of(u64 source) const { return plan_.row_start[source + 1] - plan_.row_start[source]; }
     MK_DEVICE const Matrix& operator[](u64 source) const { return plan_.rows[source]; }
 
-    // Has this agent's share of a rank's chunks of a phase brought here from `from`; each raises its signal. ready(index)
-    // waits for a chunk that comes there only now, and returns false to end it all.
-    template <bool aligned, class Ready>
-    MK_DEVICE void pull(Courier<aligned>& courier, u64 source, Lines from, Range phase, i64 together, Ready ready) {
-        const Lines to = lines_of(source);
+    // Has this agent's share of a rank's chunks of a phase brought here from where(), if there are some; each raises its
+    // signal. ready(index) waits for a chunk that comes there only now, and returns false to end it all.
+    template <bool aligned, class Where, class Ready>
+    MK_DEVICE void pull(Courier<aligned>& courier, u64 source, Where where, Range phase, i64 together, Ready ready) {
+        Lines to{nullptr, 0}, from{nullptr, 0};
         const bool leads = launch_.agent().lane() == 0;
         each_of(source, phase, together, launch_.member(), launch_.members(), [&](const Chunk& chunk) {
+            if (!to.data) to = lines_of(source), from = where();
             if (!ready(chunk.index)) return false;
             const i64 bytes = chunk.run.size() * i64(sizeof(T));
             const Span span(launch_, leads, Traced::copy, source, u64(chunk.lines.size() * bytes), u64(chunk.index));
-            courier.send(part(to, chunk), part(from, chunk), chunk.lines.size(), bytes, &plan_.arrived[chunk.index]);
+            courier.send(part(to, chunk), part(from, chunk), chunk.lines.size(), bytes, &arrived_[chunk.index]);
             pulled_ += u64(chunk.lines.size() * bytes);
             return true;
         });
+        if (!to.data) courier.go_on();
     }
 
     // visit(chunk) for one agent's share of a rank's chunks of a phase, until it returns false. Rows that are multiplied
@@ -41,20 +46,17 @@ public:
     // on from where the last time ended, so that all agents are busy however few there are at a time.
     template <class Visit>
     MK_DEVICE void each_of(u64 source, Range phase, i64 together, u64 agent, u64 agents, Visit visit) {
-        // What the plan says is read once, not anew behind each signal.
-        const u32 all = u32(rows_of(source)), chunk_rows = u32(plan_.chunk_rows);
-        const u32 terms = u32(plan_.k), chunk_k = u32(plan_.chunk_k), first_chunk = u32(plan_.first_chunk[source]);
-        const bool by_columns = plan_.by_columns;
-        const u32 panels = ceil_div(terms, chunk_k), first = u32(phase.begin) / chunk_k;
-        const u32 last = ceil_div(u32(phase.end), chunk_k), depth = (last < panels ? last : panels) - first;
-        const u32 blocks = ceil_div(all, chunk_rows), group = ceil_div(u32(together), chunk_rows);
+        const u32 all = u32(rows_of(source)), first_chunk = u32(plan_.first_chunk[source]);
+        const u32 panels = ceil_div(k_, chunk_k_), first = u32(phase.begin) / chunk_k_;
+        const u32 last = ceil_div(u32(phase.end), chunk_k_), depth = (last < panels ? last : panels) - first;
+        const u32 blocks = ceil_div(all, chunk_rows_), group = ceil_div(u32(together), chunk_rows_);
         const u32 members = u32(agents);
         u32 i = (u32(agent) + members - next_) % members;
         for (; i < blocks * depth; i += members) {
             const u32 begin = i / (group * depth) * group, height = blocks - begin < group ? blocks - begin : group;
             const u32 row = begin + (i - begin * depth) % height, panel = first + (i - begin * depth) / height;
-            const Range rows = block(row, chunk_rows, all), k = block(panel, chunk_k, terms);
-            if (!visit(Chunk{by_columns ? k : rows, by_columns ? rows : k, i64(first_chunk + row * panels + panel)}))
+            const Range rows = block(row, chunk_rows_, all), k = block(panel, chunk_k_, k_);
+            if (!visit(Chunk{by_columns_ ? k : rows, by_columns_ ? rows : k, i64(first_chunk + row * panels + panel)}))
                 return;
         }
         next_ = (next_ + blocks * depth) % members;
@@ -63,7 +65,7 @@ public:
     // Where a rank's rows land.
     MK_DEVICE Lines lines_of(u64 source) const {
         const Matrix& rows = plan_.rows[source];
-        const i64 stride = plan_.by_columns ? rows.column_stride : rows.row_stride;
+        const i64 stride = by_columns_ ? rows.column_stride : rows.row_stride;
         return {static_cast<u8*>(rows.data), stride * i64(sizeof(T))};
     }
 
@@ -79,7 +81,7 @@ public:
     }
 
     // Of k: what is pulled of all ranks before more is. One at least, in which there may be nothing to pull.
-    MK_DEVICE Blocks phases() const { return Blocks(plan_.k > 0 ? plan_.k : 1, plan_.phase_k); }
+    MK_DEVICE Blocks phases() const { return Blocks(k_ > 0 ? k_ : 1, plan_.phase_k); }
 
     // Waits until the chunks that hold these rows and this part of k are here. A look takes as long as a panel is multiplied:
     // it is at what comes behind, too, and most panels lie in chunks that are known to be here.
@@ -87,17 +89,17 @@ public:
         if (source == known_.source && rows.begin == known_.first_row && rows.end <= known_.last_row &&
             k.begin >= known_.first_k && k.end <= known_.last_k)
             return true;
-        const Signals all = signals_of(source, rows, {k.begin, plan_.k}), some = signals_of(source, rows, k);
+        const Signals all = signals_of(source, rows, {k.begin, i64(k_)}), some = signals_of(source, rows, k);
         u64 here = launch_.there(who, all.count(), 1, all);
         if (here < some.count()) {
             if (!launch_.wait_all(who, some.count(), 1, some, [&](u64 i) {
-                    return Subject{Awaited::arrival, everyone, u64(some(i) - plan_.arrived)};
+                    return Subject{Awaited::arrival, everyone, u64(some(i) - arrived_)};
                 }))
                 return false;
             here = some.count();
         }
-        const u32 first = u32(k.begin) / u32(plan_.chunk_k), panels = u32(here) / all.rows;
-        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(k.begin), (first + panels) * u32(plan_.chunk_k)};
+        const u32 first = u32(k.begin) / chunk_k_, panels = u32(here) / all.rows;
+        known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(k.begin), (first + panels) * chunk_k_};
         return launch_.live();
     }
 
@@ -112,15 +114,16 @@ private:
 
     // Of the chunks that hold these rows and this part of k.
     MK_DEVICE Signals signals_of(u64 source, Range rows, Range k) const {
-        const u32 chunk_k = u32(plan_.chunk_k), chunk_rows = u32(plan_.chunk_rows);
-        const u32 panels = ceil_div(u32(plan_.k), chunk_k), panel = u32(k.begin) / chunk_k;
-        const u32 row = u32(rows.begin) / chunk_rows;
-        return {plan_.arrived + plan_.first_chunk[source] + row * panels + panel,
-                ceil_div(u32(rows.end), chunk_rows) - row, ceil_div(u32(k.end), chunk_k) - panel, panels};
+        const u32 panels = ceil_div(k_, chunk_k_), panel = u32(k.begin) / chunk_k_, row = u32(rows.begin) / chunk_rows_;
+        return {arrived_ + plan_.first_chunk[source] + row * panels + panel,
+                ceil_div(u32(rows.end), chunk_rows_) - row, ceil_div(u32(k.end), chunk_k_) - panel, panels};
     }
 
     Launch& launch_;
     const LandingPlan& plan_;
+    u64* const arrived_;
+    const u32 k_, chunk_rows_, chunk_k_;
+    const bool by_columns_;
     u64 pulled_ = 0;  // bytes
     u32 next_ = 0;    // the member that gets the first chunk of the next pull
     struct {
