@@ -15,6 +15,10 @@ while (($#)); do
             shift
             ;;
         --ranks=*) ranks="${1#*=}" ;;
+        -h | --help)
+            sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"
+            exit
+            ;;
         *) options+=("$1") ;;
     esac
     shift || true
@@ -34,7 +38,6 @@ if compgen -G '/dev/nvidia[0-9]*' >/dev/null && [[ ${MKERNEL_TARGET:-auto} != ho
     most=$((gpus < most ? gpus : most))
 fi
 ranks="${ranks:-$most}"
-if [[ " ${options[*]-} " =~ \ (-h|--help)\  ]]; then exec "$python" -m mkernel_cp demo --help; fi
 words="$(launcher --ranks "$ranks")"
 mapfile -t mpirun <<<"$words"
 exec "${mpirun[@]}" -n "$ranks" "$python" -m mkernel_cp demo --ranks "$ranks" "${options[@]}"

@@ -219,7 +219,8 @@ def _parser() -> argparse.ArgumentParser:
             nargs="?",
             const=str(RESULTS / f"{bench.BENCHES[name].operator}.json"),
             metavar="PATH",
-            help="write the records; without PATH where those of the package lie",
+            help="write the records, in place of those of the same work that the file holds; "
+            "without PATH among those of the package",
         )
         operator.add_argument("--plot", metavar="PATH", help="draw a chart; needs matplotlib")
         operator.set_defaults(program=bench.bench)

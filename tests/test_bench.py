@@ -336,6 +336,17 @@ def test_what_cannot_be_written_is_told_before_anything_is_measured(tmp_path):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("text", ["notes", "[1]", '{"operator": 2}'])
+def test_a_file_of_something_else_is_left_as_it_is(text, tmp_path):
+    path = tmp_path / "notes.json"
+    path.write_text(text)
+    done = bench(f"--json={path}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "notes.json holds something else than records" in done.stderr
+    assert path.read_text() == text
+
+
+@pytest.mark.mpi
 def test_a_missing_matplotlib_is_told_before_anything_is_measured(tmp_path):
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('it is not here')")
@@ -437,9 +448,22 @@ def test_a_record_has_these_keys_and_no_others():
 
 def test_records_survive_a_file(tmp_path):
     path = tmp_path / "records.json"
-    records.write(path, [record(), record()])
-    assert records.read(path) == [record(), record()]
+    path.touch()  # as an interrupted run leaves it
+    records.write(path, [record()])
+    assert records.read(path) == [record()]
     assert [file.name for file in tmp_path.iterdir()] == ["records.json"]
+
+
+def test_a_record_takes_the_place_of_one_of_the_same_work(tmp_path):
+    path = tmp_path / "records.json"
+    others = [{**record(), key: value} for key, value in (("world", 3), ("card", "another"))]
+    records.write(path, [others[0], record(), others[1]])
+    again = record(measured(0.1))
+    records.write(path, [again])
+    assert records.read(path) == [others[0], again, others[1]]
+    more = {**record(), "shape": {"M": 1, "K": 1, "N": 1}}
+    records.write(path, [more])
+    assert records.read(path) == [others[0], again, others[1], more]
 
 
 @pytest.mark.parametrize("path", sorted(records.RESULTS.glob("*.json")), ids=lambda path: path.stem)

@@ -639,7 +639,7 @@ def test_doctor_tells_that_there_is_no_nvrtc(monkeypatch, gpu, state):
     monkeypatch.setenv("MKERNEL_TARGET", "auto")
     (finding,) = doctor._nvrtc()
     assert (finding.state, finding.what) == (state, "NVRTC")
-    assert "no NVRTC" in finding.text
+    assert "compiles kernels for GPUs" in finding.text
     assert "extra cu13" in finding.mend
 
 
@@ -657,13 +657,13 @@ def test_doctor_tells_what_is_missing_and_what_mends_it():
     wrong = {name: state for name, state in states.items() if state != "ok"}
     assert wrong == {
         "C++": "MISSING",
-        "MKERNEL_NODES": "MISSING",
+        "MKERNEL_NODES": "WRONG",
         "MKERNEL_NODE": "warning",
         "cache": "warning",
     }
     assert "set CXX" in done.stdout
     assert "did you mean MKERNEL_NODES?" in done.stdout
-    assert done.stdout.endswith("2 thing(s) missing\n")
+    assert done.stdout.endswith("2 thing(s) to mend\n")
 
 
 def test_a_broken_mpi4py_is_no_traceback(tmp_path):

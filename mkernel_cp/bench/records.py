@@ -189,13 +189,27 @@ def _is_text(value: Any) -> bool:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def write(path: str, records: Sequence[dict[str, Any]]) -> None:
-    """Write records as a JSON list, in place of what the file held."""
+def write(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write records as a JSON list, each in place of one of the same work that the file held."""
+    fresh = {_work_of(record): record for record in records}
+    kept = [fresh.pop(_work_of(record), record) for record in held(path)]
     temporary = f"{path}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(records, file, indent=1, allow_nan=False)
+        json.dump([*kept, *fresh.values()], file, indent=1, allow_nan=False)
         file.write("\n")
     os.replace(temporary, path)
+
+
+def _work_of(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what was measured, and where."""
+    keys = ("operator", "shape", "dtype", "variant", "world", "nodes", "target", "card")
+    return tuple(json.dumps(record[key]) for key in keys)
+
+
+def held(path: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a file, checked; none, if it is empty or not there."""
+    exists = os.path.exists(path) and os.path.getsize(path) > 0
+    return read(path) if exists else []
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:

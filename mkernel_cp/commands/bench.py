@@ -131,6 +131,14 @@ def _check_outputs(comm: Communicator, arguments: argparse.Namespace) -> None:
     for path in filter(None, (arguments.json, arguments.plot)):
         with open(path, "a"):
             pass
+    if arguments.json:
+        try:
+            records.held(arguments.json)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{arguments.json} holds something else than records ({error}): give --json "
+                "another file"
+            ) from None
 
 
 @contextlib.contextmanager

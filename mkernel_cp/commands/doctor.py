@@ -32,7 +32,10 @@ _GIDS = 3  # of a port, that are told
 
 
 class Finding(NamedTuple):
-    """One thing: its state ('ok', 'warning' or 'MISSING'), what was found, and what mends it."""
+    """One thing: its state, what was found, and what mends it.
+
+    The state is 'ok', 'warning', or of what is in the way 'MISSING' or 'WRONG'.
+    """
 
     state: str
     what: str
@@ -41,11 +44,11 @@ class Finding(NamedTuple):
 
 
 def doctor() -> int:
-    """Print all findings; return 1 if something that is needed is missing.
+    """Print all findings; return 1 if something is in the way.
 
     On several ranks, they also look whether they reach each other over the network.
     """
-    missing = 0
+    faults = 0
     if speaks():
         print(f"mkernel_cp {__version__} in {Path(compiler.__file__).parent}")
         for look in (
@@ -61,21 +64,21 @@ def doctor() -> int:
             _network,
             _environment,
         ):
-            missing += sum(map(_tell, look()))
+            faults += sum(map(_tell, look()))
     if launched_rank() is not None:
         found = [finding for world in _worlds() for finding in _pairs(world)]
-        missing += sum(map(_tell, found)) if speaks() else 0
+        faults += sum(map(_tell, found)) if speaks() else 0
     if speaks():
-        print(f"{missing} thing(s) missing" if missing else "all that is needed is here")
-    return int(bool(missing))
+        print(f"{faults} thing(s) to mend" if faults else "all that is needed is here")
+    return int(bool(faults))
 
 
 def _tell(finding: Finding) -> bool:
-    """Print a finding; return whether something is missing."""
+    """Print a finding; return whether it is in the way."""
     print(f"{finding.state:8}{finding.what:20}{finding.text}", flush=True)
     if finding.mend:
         print(f"{'':8}{'':20}-> {finding.mend}", flush=True)
-    return finding.state == "MISSING"
+    return finding.state in ("MISSING", "WRONG")
 
 
 def _python() -> Iterator[Finding]:
@@ -175,10 +178,11 @@ def _nvrtc() -> Iterator[Finding]:
         yield Finding("ok", "NVRTC", f"{major}.{minor}, {compiler.nvrtc_path()}")
     except ConfigurationError as error:
         text, _, mend = str(error).rpartition("; ")
+        text = text.removeprefix("no NVRTC, which ")
         if _chosen_target() == "cuda":
             yield Finding("MISSING", "NVRTC", text, mend)
         else:
-            yield Finding("ok", "NVRTC", f"{text}; the host target needs none", mend)
+            yield Finding("ok", "NVRTC", f"not there: the host target needs none; it {text}", mend)
 
 
 def _cache() -> Iterator[Finding]:
@@ -365,7 +369,7 @@ def _environment() -> Iterator[Finding]:
             accessors.get(variable.name, lambda: None)()
         except ConfigurationError as error:
             mend = f"unset {variable.name}, or set it to {str(error).rpartition('expected ')[2]}"
-            yield Finding("MISSING", variable.name, f"{text}: not allowed", mend)
+            yield Finding("WRONG", variable.name, f"{text}: not allowed", mend)
             continue
         yield Finding("ok", variable.name, f"{text}: {variable.meaning}")
     with warnings.catch_warnings(record=True) as unknown:
