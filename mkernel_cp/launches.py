@@ -14,6 +14,7 @@ from .calls import Calls
 from .host_pages import SignalPage, digest_of
 from .kernel import Kernel
 from .memory import extent
+from .plan import at_least
 from .shared_memory import SharedMemory
 from .trace import current as current_trace
 from .world import World
@@ -160,10 +161,8 @@ class Launches:
         if not isinstance(kernel, Kernel):
             raise TypeError(f"kernel is a {type(kernel).__name__}: use Module(...).kernel(name)")
         what = f"launch of {kernel.name}"
-        if operator.index(shared_bytes) < 0:
-            raise ValueError(f"shared_bytes={shared_bytes}: use 0 or more")
-        if operator.index(agents) < 1:
-            raise ValueError(f"agents={agents}: use at least 1")
+        agents = at_least(1, "agents", agents)
+        shared_bytes = at_least(0, "shared_bytes", shared_bytes)
         loaded = self.load(kernel)
         message = structs.shared().CallMessage(digest=digest_of(what))
         if operand is None:

@@ -102,12 +102,7 @@ class Options:
         for name in ("chunk_bytes", "sm_budget"):
             value = getattr(self, name)
             if value is not None:
-                try:
-                    value = integer(value)
-                except TypeError:
-                    raise TypeError(f"Options({name}={value!r}): use an integer") from None
-                if value < 1:
-                    raise ValueError(f"Options({name}={value}): use at least 1")
+                value = at_least(1, f"Options: {name}", value)
                 object.__setattr__(self, name, value)
 
 
@@ -116,6 +111,17 @@ def integer(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError("a bool")
     return operator.index(value)
+
+
+def at_least(least: int, name: str, value: Any) -> int:
+    """Return an argument that is an integer of at least so much."""
+    try:
+        value = integer(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: use an integer") from None
+    if value < least:
+        raise ValueError(f"{name}={value}: use at least {least}")
+    return value
 
 
 def number(value: Any) -> float:

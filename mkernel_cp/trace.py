@@ -17,6 +17,7 @@ import numpy as np
 
 from . import errors, structs
 from .failure import Awaited, Role
+from .plan import at_least
 
 logger = logging.getLogger("mkernel_cp")
 
@@ -130,9 +131,7 @@ def trace(path: str | os.PathLike[str], *, capacity: int = 2048) -> Iterator[Non
             f"trace({os.fspath(path)!r}) within trace({str(outer.path)!r}): one at a time; leave "
             "that first"
         )
-    if not isinstance(capacity, int | np.integer) or capacity < 1:
-        raise ValueError(f"capacity={capacity!r}: use an integer of at least 1")
-    this = Trace(Path(path), int(capacity))
+    this = Trace(Path(path), at_least(1, "capacity", capacity))
     token = _current.set(this)
     try:
         yield

@@ -99,12 +99,15 @@ def test_wrong_arguments_leave_the_communicator_usable(module):
             (args, {"operand": own.T}, ValueError, "contiguous"),
             (args, {"operand": own[::-1]}, ValueError, "ascending"),
             (args, {"operand": own[0, 0:1].reshape(())}, ValueError, "contiguous"),
-            (args, {"shared_bytes": -1}, ValueError, "0 or more"),
+            (args, {"shared_bytes": -1}, ValueError, "shared_bytes=-1: use at least 0"),
+            (args, {"shared_bytes": True}, TypeError, "shared_bytes=True: use an integer"),
         ):
             with pytest.raises(kind, match=text):
                 comm.launch(kernel, 1, wrong, **keywords)
         with pytest.raises(ValueError, match="at least 1"):
             comm.launch(kernel, 0, args, operand=own[0])
+        with pytest.raises(TypeError, match="agents=True: use an integer"):
+            comm.launch(kernel, True, args, operand=own[0])
         with pytest.raises(TypeError, match="Module"):
             comm.launch("gather_scaled", 1, args)
         nothing = comm.zeros((0, COUNT))

@@ -310,6 +310,8 @@ def test_traces_do_not_nest_and_one_without_calls_has_no_spans(tmp_path):
         text = r"trace\('inner'\) within trace\('.*outer'\): one at a time"
         with pytest.raises(mk.ConcurrentCallError, match=text), mk.trace("inner"):
             pass
+    with pytest.raises(TypeError, match="capacity=True: use an integer"):
+        mk.trace("none", capacity=True).__enter__()
     with pytest.raises(ValueError, match="at least 1"), mk.trace("none", capacity=0):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["outer"]

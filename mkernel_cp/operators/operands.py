@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..memory import round_up
-from ..plan import Options, check_dtype, integer
+from ..plan import Options, at_least, check_dtype, integer
 
 
 class Operand:
@@ -86,15 +86,7 @@ def numbers(name: str, value: Sequence[int], size: int) -> tuple[int, ...]:
 
 def whole_number(name: str, value: Any) -> int | None:
     """Return an argument that is None or an integer of at least 0; TypeError or ValueError."""
-    if value is None:
-        return None
-    try:
-        value = integer(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: use an integer") from None
-    if value < 0:
-        raise ValueError(f"{name}={value}: use 0 or more")
-    return value
+    return None if value is None else at_least(0, name, value)
 
 
 def output(

@@ -858,7 +858,7 @@ def _survey(runtime: Any, device: int | None, rank: int) -> _Survey:
     count = runtime.getDeviceCount()
     if device is None:
         device = rank % count
-    if not isinstance(device, int | np.integer):
+    if isinstance(device, bool) or not isinstance(device, int | np.integer):
         raise TypeError(f"device={device!r}: use an integer, as CUDA counts, or None")
     if not 0 <= device < count:
         raise ValueError(f"device={device}: this process sees {count} GPU(s), from 0 on")
