@@ -373,7 +373,7 @@ WRONG = {
     "weights": (ValueError, r"use \(4, 2\)", {"topk_weight": WEIGHTS[:3]}),
     "weights' type": (TypeError, "must be float64", {"topk_weight": WEIGHTS.astype("f4")}),
     "experts": (ValueError, "num_experts=7: rank .* passes 1", {"num_experts": 7}),
-    "capacity": (ValueError, "0 or more", {"capacity": -1}),
+    "capacity": (ValueError, "at least 0", {"capacity": -1}),
     "out of another shape": (ValueError, "the result has", {"out": np.ones((4, 4))}),
     "transfer": (TypeError, "transfer_dtype", {"options": mk.Options(transfer_dtype="f4")}),
     "tf32": (TypeError, "as it is", {"options": mk.Options(tf32=True)}),

@@ -606,7 +606,7 @@ WRONG = {
     "a bool as scale": (TypeError, "scale=True: use a number", {"scale": True}),
     "a bool of an array as scale": (TypeError, "use a number", {"scale": np.array(True)}),
     "little workspace": (ValueError, "at least 384 bytes", {"max_workspace": 383}),
-    "negative workspace": (ValueError, "0 or more", {"max_workspace": -1}),
+    "negative workspace": (ValueError, "at least 0", {"max_workspace": -1}),
     "fractional workspace": (TypeError, "integer", {"max_workspace": 1e9}),
     "out of another shape": (ValueError, "the result has", {"out": np.ones((2, 4, 4, 5))}),
     "out of another dtype": (TypeError, "has float64$", {"out": np.ones(Q.shape, "f4")}),
