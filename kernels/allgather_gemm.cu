@@ -44,7 +44,7 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
                 const u64 holder = self.holder(peer);  // itself, or its gateway
                 if (!self.live()) break;
                 if (holder == rank || plan.n == 0) continue;
-                auto rows = [&]() -> Lines {
+                auto rows = [&]() -> Lines {  // looked up by who brings some: that takes long
                     const CallMessage& theirs = self.message_of(peer);
                     return {static_cast<u8*>(self.at(holder, theirs.operand)), i64(theirs.operand_pitch)};
                 };
