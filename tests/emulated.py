@@ -40,11 +40,9 @@ def kernels(folder: Path):
     text, count = re.subn(r"#if defined\(__CUDACC__\).*", "#if 1", target.read_text())
     assert count == 1
     target.write_text(text)
-    # Compiling takes longer than running.
-    quickly = tuple(option.replace("-O2", "-O1") for option in compiler._HOST_OPTIONS)
     with pytest.MonkeyPatch.context() as patch, compiler.using_kernels(folder):
         # With that macro, of some systems, a jump to another stack counts as a fault.
-        options = (*quickly, "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
+        options = (*compiler._HOST_OPTIONS, "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
         patch.setattr(compiler, "_HOST_OPTIONS", options)
         patch.setattr(HostKernel, "capacity", lambda self, shared_bytes, processors=None: AGENTS)
         patch.setattr(HostTarget, "tensor_map", _tensor_map, raising=False)

@@ -11,10 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+import worlds
 
 from mkernel_cp import compiler
 from mkernel_cp.errors import CompileError, ConfigurationError
@@ -82,13 +82,6 @@ def start(script, *arguments, environment=None, **options):
         text=True,
         **options,
     )
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in 20 s"
-        time.sleep(0.01)
 
 
 def test_compiles_loads_and_keeps(tmp_path, cache):
@@ -247,7 +240,7 @@ def test_waiting_can_be_interrupted_and_ends_when_the_holder_dies(tmp_path, cach
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     holder = start(script, source, environment=environment, start_new_session=True, **pipes)
     try:
-        wait_until(started.exists)
+        assert worlds.until(started.exists, 20)
         waiters = [start(script, source, environment=environment, **pipes) for _ in range(2)]
         for waiter in waiters:
             assert "waiting for another process to compile sample" in waiter.stderr.readline()

@@ -7,6 +7,7 @@ GPUs every rank of the world that mpirun started runs the same tests.
 import contextlib
 import ctypes
 import functools
+import time
 import traceback
 from unittest import mock
 
@@ -33,6 +34,14 @@ nics = ()
 gpu_world = None
 # Whether they run on threads that share one GPU.
 on_one_gpu = False
+
+
+def until(condition, seconds):
+    """Wait for a condition, but no longer; return whether it holds."""
+    end = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds
 
 
 def run(size, program, *args, **options):
