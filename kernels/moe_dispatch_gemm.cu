@@ -58,8 +58,7 @@ MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0))
         launch.apart([&](Launch& self) {
             Routing(self, plan.routing).meet(p.message, p.origins.expert_offsets);
-            const bool done = self.is(Role::mover) ? self.by_warps(bring_tokens) : bring_tokens(self, self.agent().scratch());
-            if (!done) self.drop();
+            if (!self.by_warps(bring_tokens, !self.is(Role::mover))) self.drop();
         });
     if (several_nodes && launch.is(Role::inter_send))
         launch.apart([&](Launch& self) { nodes(self).send(p.message, p.choice, own), let_go(self); });

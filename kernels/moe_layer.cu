@@ -58,8 +58,7 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
     if (launch.is(Role::mover) || (launch.is(Role::compute) && plan.split.movers == 0))
         launch.apart([&](Launch& self) {
             Routing(self, plan.routing).meet(p.message, plan.expert_offsets);
-            const bool done = self.is(Role::mover) ? self.by_warps(bring_tokens) : bring_tokens(self, self.agent().scratch());
-            if (!done) self.drop();
+            if (!self.by_warps(bring_tokens, !self.is(Role::mover))) self.drop();
         });
 
     auto nodes = [&](Launch& self) { return NodeCombine<Type, PartialType>(self, plan.combine); };

@@ -45,14 +45,17 @@ public:
 
     // Has work(launch, scratch) done by the warps of this mover, each a member by itself with its part of the scratch
     // memory: a warp that orders what it has brought before its signal, or starts many short copies, holds up no other.
-    // Returns whether all of them succeed.
+    // `whole`: by the agent as one, after all. Returns whether all of them succeed.
     template <class Work>
-    MK_DEVICE bool by_warps(Work work) const {
+    MK_DEVICE bool by_warps(Work work, bool whole = false) const {
         Scratch scratch = agent().scratch();
-        Launch self = as(Agent::warp());
-        self.warp_ = agent().part();
-        scratch.bytes = scratch.bytes / mover_warps_ / scratch_alignment * scratch_alignment;
-        scratch.data += self.warp_ * scratch.bytes;
+        Launch self = *this;
+        if (!whole) {
+            self.agent_ = Agent::warp();
+            self.warp_ = agent().part();
+            scratch.bytes = scratch.bytes / mover_warps_ / scratch_alignment * scratch_alignment;
+            scratch.data += self.warp_ * scratch.bytes;
+        }
         return !agent().any(!work(self, scratch));
     }
 

@@ -214,17 +214,15 @@ private:
     template <class Order>
     MK_DEVICE Transfer(const Agent& agent, void* to, i64 to_pitch, const void* from, i64 from_pitch, i64 lines,
                        i64 bytes, Order order) {
-        const Lines<Order> block{static_cast<u8*>(to), static_cast<const u8*>(from), to_pitch, from_pitch, lines, bytes,
+        Lines<Order> block{static_cast<u8*>(to), static_cast<const u8*>(from), to_pitch, from_pitch, lines, bytes,
                                  order};
         const u64 alignment = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | to_pitch | from_pitch;
-        if (alignment % 16 == 0)
-            run<uint4>(agent, block);
-        else if (alignment % 4 == 0)
-            run<u32>(agent, block);
-        else if (alignment % 2 == 0)
-            run<u16>(agent, block);
-        else
-            run<u8>(agent, block);
+        i64 done = 0;  // bytes of each line
+        if (alignment % 16 == 0) done = run<uint4>(agent, block);
+        else if (alignment % 4 == 0) done = run<u32>(agent, block);
+        else if (alignment % 2 == 0) done = run<u16>(agent, block);
+        block.to += done, block.from += done, block.bytes -= done;
+        run<u8>(agent, block);
     }
 
     // A place in a block of lines of so many words, for one of the lanes that walk through it together.
@@ -240,12 +238,13 @@ private:
         }
     };
 
-    // As many loads under way as the link's latency asks for, then their stores.
+    // As many loads under way as the link's latency asks for, then their stores. Returns the bytes of a line that are
+    // whole words.
     template <class Word, class Order>
-    static MK_DEVICE void run(const Agent& agent, const Lines<Order>& lines) {
+    static MK_DEVICE i64 run(const Agent& agent, const Lines<Order>& lines) {
         constexpr u32 batch = MK_LOADS;
-        const i64 rest = lines.bytes % i64(sizeof(Word));
-        if (const u32 words = u32(lines.bytes / i64(sizeof(Word)))) {
+        const u32 words = u32(lines.bytes / i64(sizeof(Word)));
+        if (words > 0) {
             Place from(agent, words), to = from;
             while (to.line < lines.count) {
                 Word values[batch];
@@ -259,11 +258,7 @@ private:
                         reinterpret_cast<Word*>(lines.to + to.line * lines.to_pitch)[to.word] = values[i];
             }
         }
-        if (sizeof(Word) > 1 && rest > 0) {
-            const i64 done = lines.bytes - rest;
-            run<u8>(agent, Lines<Order>{lines.to + done, lines.from + done, lines.to_pitch, lines.from_pitch,
-                                        lines.count, rest, lines.order});
-        }
+        return words * i64(sizeof(Word));
     }
 };
 
