@@ -480,6 +480,7 @@ LINK_RATE = 350e9  # bytes per second into a rank
 # Bytes per second that a block brings if it does nothing else, and operations per second of a
 # multiprocessor: as on an H100. In what part of the time of a product its rows are to be there.
 _MOVER_RATE, _PROCESSOR_RATE, _IN_TIME = 20e9, 6e12, 0.8
+_PROCESSORS = 132
 _LEAST_MOVERS = 4
 
 
@@ -507,6 +508,12 @@ def _hopper_tile(
     stages = min(8, room // ((rows // cluster + columns) * 128))
     tile = HopperTile((rows, columns, k), cluster, stages, strips, 0, movers)
     return with_courier(tile, shared_bytes) if beside else tile
+
+
+def bringing(tile: HopperTile, shared_bytes: int) -> HopperTile:
+    """Return a tile beside which there is room for each block to bring what peers have."""
+    rows, columns, k = tile.tile
+    return _hopper_tile(rows, columns, k, tile.cluster, tile.movers, shared_bytes, beside=True)
 
 
 def with_courier(tile: HopperTile, shared_bytes: int) -> HopperTile:
@@ -993,7 +1000,7 @@ class GemmReduceScatterPlan(GemmPlan):
     transfer_dtype : numpy.dtype
         Of partial sums on their way.
     part : tuple of int
-        (rows, columns) of a tile that are pushed and added together.
+        (rows, columns) of a tile that travel and are added together.
     piece_columns : int
         Columns of a part that lie together in a slot.
     zones : tuple of (int, int)
@@ -1001,6 +1008,9 @@ class GemmReduceScatterPlan(GemmPlan):
     one_shot : bool
         Every rank tells its product at once to all who add it, in words that need no signals: for
         few rows.
+    pulled : bool
+        Partial sums stay where they were computed until who adds them has them brought; else they
+        are stored there at once.
     stripes : int
         Parts of the columns. In each, peers' rows are multiplied before own ones, so that links are
         in use all the time.
@@ -1014,6 +1024,7 @@ class GemmReduceScatterPlan(GemmPlan):
     piece_columns: int
     zones: tuple[tuple[int, int], ...]
     one_shot: bool
+    pulled: bool
     stripes: int
 
     @property
@@ -1108,7 +1119,8 @@ class GemmReduceScatterPlan(GemmPlan):
         return "\n".join(
             (
                 *self._heading(),
-                f"partial sums travel as {self.transfer_dtype.name} and are added in the order of "
+                f"partial sums {'are brought' if self.pulled else 'travel'} as "
+                f"{self.transfer_dtype.name} and are added in the order of "
                 f"{order}; {self.bytes_from_peers} bytes come to this rank, into "
                 f"{self.memory} bytes of slots",
                 *self._between_nodes(self.receivers),
@@ -1420,7 +1432,26 @@ def whole_groups(tile: Any) -> Any:
 
 # Movers that store the sums of gemm_allreduce on a GPU, and agents that add what leaves a node.
 _COLLECTORS, _ADDERS = 8, 4
-_MOST_STRIPES = 4
+# With what is pulled, fewer stripes are faster: links need not be in use all the time.
+_MOST_STRIPES, _MOST_STRIPES_PULLED = 4, 2
+
+
+def pulls_partials(
+    kind: type[GemmReduceScatterPlan],
+    chosen: HostTile | PortableTile | HopperTile,
+    ranks: int,
+    k: int,
+    transfer_dtype: np.dtype,
+) -> bool:
+    """Return whether partial sums are to be pulled: stores at peers hold up who multiplies.
+
+    Where a product takes less time than its sums do on the links, these wait for nothing: the
+    sooner each is under way the better. `k`: the largest of all ranks.
+    """
+    if kind is not GemmReduceScatterPlan or chosen.engine != "hopper":
+        return False
+    multiplying = 2 * k / (_PROCESSORS * _PROCESSOR_RATE)  # of an element of the result
+    return multiplying > (ranks - 1) / ranks * transfer_dtype.itemsize / LINK_RATE
 
 
 def plan_reduction(
@@ -1438,11 +1469,13 @@ def plan_reduction(
     capacity: int = 0,
     nodes: tuple[int, ...] | None = None,
     staged: bool = False,
+    *,
+    pulled: bool = False,
 ) -> GemmReduceScatterPlan:
     """Choose a plan of a kind, for the tile and the form that the ranks have agreed on.
 
     As many stripes as leave a compute agent two tiles of each rank's rows in each, but no more than
-    4.
+    4, or 2 if partial sums are pulled.
     """
     ranks = len(row_counts)
     tiled = (sum(row_counts),) if one_shot else row_counts
@@ -1454,7 +1487,8 @@ def plan_reduction(
     capacity -= sum(adding) + network_agents(nodes, chosen.cluster, sum(adding))
     split = (*choose_split(chosen, ranks, tiles, movers, options, capacity), *adding)
     across, waves = math.ceil(n / chosen.tile[1]), math.ceil(tiles * chosen.cluster / split[1])
-    stripes = max(1, min(_MOST_STRIPES, across, waves // (2 * ranks)))
+    most = _MOST_STRIPES_PULLED if pulled else _MOST_STRIPES
+    stripes = max(1, min(most, across, waves // (2 * ranks)))
     return kind(
         rank=rank,
         row_counts=row_counts,
@@ -1475,9 +1509,11 @@ def plan_reduction(
         part=chosen.part,
         piece_columns=chosen.piece_columns(dtype),
         zones=reduction_zones(
-            kind, row_counts, n, out_dtype, transfer_dtype, chosen, one_shot, nodes
+            *(kind, row_counts, n, out_dtype, transfer_dtype, chosen, one_shot, nodes),
+            pulled=pulled,
         ),
         one_shot=one_shot,
+        pulled=pulled,
         stripes=1 if one_shot or ranks == 1 else stripes,
     )
 
@@ -1503,14 +1539,16 @@ def reduction_zones(
     chosen: HostTile | PortableTile | HopperTile,
     one_shot: bool,
     nodes: tuple[int, ...],
+    *,
+    pulled: bool = False,
 ) -> tuple[tuple[int, int], ...]:
     """Return (slots, bytes of one) of each landing zone: what all ranks have at the same places.
 
-    The partial sums of each peer for the parts of the rank that adds most; for `gemm_allreduce`
-    also the sums of all. No slot is used twice in a call, so none is waited for. In one shot
-    nothing but signals: they are the products of all ranks, of what a rank adds. Between nodes the
-    last three are what a rank adds of others' rows, what leaves its node of them, and what comes
-    from the other nodes.
+    The partial sums of each peer for the parts of the rank that adds most; if they are pulled, as
+    many that are offered; for `gemm_allreduce` also the sums of all. No slot is used twice in a
+    call, so none is waited for. In one shot nothing but signals: they are the products of all
+    ranks, of what a rank adds. Between nodes the last three are what a rank adds of others' rows,
+    what leaves its node of them, and what comes from the other nodes.
     """
     if one_shot:
         rows = sum(row_counts) if kind is GemmAllReducePlan else max(row_counts)
@@ -1520,13 +1558,11 @@ def reduction_zones(
     rows, columns = chosen.part
     parts = tile_counts(row_counts, n, (rows, columns, 0))
     added, others = added_parts(parts, nodes)
-    sizes = [size for size in nodes for _ in range(size)]
 
     def zone(slots: int, dtype: np.dtype) -> tuple[int, int]:
         return slots, round_up(rows * columns * dtype.itemsize, _LINE_ALIGNMENT)
 
-    pushed = max((size - 1) * count for size, count in zip(sizes, added, strict=True))
-    zones = [zone(pushed, transfer_dtype)]
+    zones = [zone((max(nodes) - 1) * max(added), transfer_dtype)] * (2 if pulled else 1)
     if kind is GemmAllReducePlan:
         zones.append(zone(sum(parts), out_dtype))
     if len(nodes) > 1:

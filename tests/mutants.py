@@ -129,8 +129,7 @@ class Mutant(NamedTuple):
 
 H = "include/mkernel/"
 WAIT_FOR_PARTIALS = (
-    "if (!launch.wait(launch.agent(), partials.signal(rank, i64(step - 1) * parts + number), 1, "
-    "partial))"
+    "if (!launch.wait(launch.agent(), partials.signal(rank, number), 1, partial)) return false;"
 )
 MUTANTS = {
     "gate wait": Mutant(
@@ -332,13 +331,28 @@ MUTANTS = {
     "wait for partial sums": Mutant(
         H + "reduction.cuh",
         WAIT_FOR_PARTIALS,
-        "if ((void)partial, !launch.live())",
+        "if ((void)partial, !launch.live()) return false;",
         INTERLEAVINGS,
+    ),
+    "wait for what is offered": Mutant(
+        H + "reduction.cuh",
+        "if (!launch.wait(launch.agent(), signal, 1, {Awaited::partial, peer, u64(number)}))",
+        "if (!launch.live())",
+        SANITIZED,
+    ),
+    "offer of another rank": Mutant(
+        H + "reduction.cuh",
+        "{offered.slot(peer, number), bytes}",
+        "{offered.slot(rank, number), bytes}",
+        SUMS,
+    ),
+    "offers that are still read": Mutant(
+        "gemm_reduce_scatter.cu", "plan.pulled ? self.readers() : 0", "0", INTERLEAVINGS
     ),
     "wait for partial sums, sanitized": Mutant(
         H + "reduction.cuh",
         WAIT_FOR_PARTIALS,
-        "if ((void)partial, !launch.live())",
+        "if ((void)partial, !launch.live()) return false;",
         SANITIZED,
     ),
     "push before the owner's call": Mutant(

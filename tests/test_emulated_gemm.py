@@ -149,9 +149,9 @@ DOUBLE = ReductionCase("double", (33, 20), 70, (45, 9), *["float64"] * 2, transf
 )
 @pytest.mark.parametrize("form", worlds.SUMS)
 def test_sums_over_ranks(on, form, engine, case):
-    operator, always = worlds.SUMS[form]
+    operator, way = worlds.SUMS[form]
     on(engine)
-    with worlds.one_shot(always):
+    with worlds.sums(way):
         sums.test_equals_reference(operator, case)
 
 
@@ -169,27 +169,43 @@ def test_many_strips_pass_through_few_slots(on, seed, transfer, monkeypatch):
         expected.assert_close(out)
 
     on("hopper", seed=1 + seed)
-    with worlds.one_shot(False):
+    with worlds.sums("pushed"):
         worlds.run(2, program)
 
 
 @pytest.mark.parametrize("form", worlds.SUMS)
 def test_sums_of_pairs_of_blocks(on, monkeypatch, form):
     """The second block of a pair has no rows of some tiles."""
-    operator, always = worlds.SUMS[form]
+    operator, way = worlds.SUMS[form]
     monkeypatch.setattr(plans, "_HOPPER_TILES", (PAIR,))
     half = "bfloat16"
     case = ReductionCase("pairs", (150, 70), 40, (9, 70), half, half, transfer_dtype=half)
     on("hopper")
-    with worlds.one_shot(always):
+    with worlds.sums(way):
         sums.test_equals_reference(operator, case)
+
+
+@pytest.mark.parametrize("k", [(8, 900), (900, 900), (8, 16)])
+def test_ranks_agree_on_whether_they_pull(on, monkeypatch, k):
+    """Each has terms of its own number; the largest number decides."""
+    monkeypatch.setattr(plans, "LINK_RATE", 1e12)
+    monkeypatch.setattr(plans, "_HANDOVER_S", -np.inf)
+
+    def program(comm):
+        a, b = np.ones((20, k[comm.rank]), np.float16), np.ones((k[comm.rank], 24), np.float16)
+        with mk.GemmReduceScatter(a, b, comm=comm) as step:
+            assert step.plan.pulled is (max(k) == 900)
+            assert (step(a, b) == sum(k)).all()
+
+    on("hopper")
+    worlds.run(2, program)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", ["allgather_gemm", *worlds.SUMS])
 def test_what_does_not_arrive_leaves_nan(form, engine):
     """A rank is awaited in vain; what needs nothing of it is right."""
-    operator, always = worlds.SUMS.get(form, (form, False))
+    operator, way = worlds.SUMS.get(form, (form, "pushed"))
     kind = getattr(mk, operator)
     terms = 640  # so that all stages have held some
 
@@ -219,7 +235,7 @@ def test_what_does_not_arrive_leaves_nan(form, engine):
         return (results[rank][40 * rank : 40 * rank + 40] == terms).all()
 
     results, begun = [None] * 3, threading.Barrier(3)
-    with worlds.one_shot(always):
+    with worlds.sums(way):
         mk.LocalWorld(3).run(main)
     for rank in (0, 2):
         out = results[rank]

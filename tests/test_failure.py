@@ -31,16 +31,16 @@ def compiled():
         for operator in SUMS:
             operator(*HALF, comm=comm, options=EXACT)
 
-    for always in (False, True):
-        with worlds.one_shot(always):
+    for way in worlds.WAYS:
+        with worlds.sums(way):
             worlds.run(2, program)
 
 
 @pytest.fixture(params=worlds.SUMS)
 def operator(request):
     """An operator that sums over ranks, in each of its forms."""
-    name, always = worlds.SUMS[request.param]
-    with worlds.one_shot(always):
+    name, way = worlds.SUMS[request.param]
+    with worlds.sums(way):
         yield getattr(mk, name)
 
 
@@ -196,8 +196,8 @@ def test_a_rank_that_refuses_a_sum_alone_is_quoted_though_it_owns_no_rows(operat
     all_are(results[:2], mk.PeerError, "rank 2", "TypeError", "bfloat16, float16")
 
 
-@pytest.mark.parametrize("always", [False, True])
-def test_a_rank_that_nobody_waits_for_does_not_run_ahead_of_its_message(always):
+@pytest.mark.parametrize("way", worlds.WAYS)
+def test_a_rank_that_nobody_waits_for_does_not_run_ahead_of_its_message(way):
     """It owns no rows and has no terms; another kind of call follows."""
 
     def program(comm):
@@ -209,7 +209,7 @@ def test_a_rank_that_nobody_waits_for_does_not_run_ahead_of_its_message(always):
             np.testing.assert_array_equal(out, 12.0)
             np.testing.assert_array_equal(mk.allgather_gemm(A, B, comm=comm), 6.0)
 
-    with worlds.one_shot(always):
+    with worlds.sums(way):
         assert outcomes(3, program) == [None] * 3
 
 

@@ -365,13 +365,16 @@ def test_fields_of_another_version_are_named(kind, tmp_path):
 KINDS = plans.GemmReduceScatterPlan, plans.GemmAllReducePlan
 
 
-def make_reduction(kind, case, rank, options=OPTIONS[0], one_shot=False, nodes=None):
+def make_reduction(
+    kind, case, rank, options=OPTIONS[0], one_shot=False, nodes=None, *, pulled=False
+):
     k, dtype = case.k_per_rank[rank], np.dtype(case.dtype)
     tile = plans.choose_tile(case.row_counts, case.n, k, dtype, options, None)
     return plans.plan_reduction(
         *(kind, rank, case.row_counts, case.n, k, dtype, np.dtype(case.out_dtype)),
         *(np.dtype(case.transfer_dtype), tile, one_shot, options),
         nodes=nodes,
+        pulled=pulled,
     )
 
 
@@ -490,6 +493,37 @@ def test_plans_of_sums_are_explained_and_kept(kind, one_shot, tmp_path):
 
 
 H100 = plans.Gpu("sm_90a", 132, 232448)
+
+
+def test_partial_sums_that_take_less_time_than_their_products_are_pulled():
+    bfloat16, float32 = np.dtype("bfloat16"), np.dtype(np.float32)
+    scatter, whole = KINDS
+    tile = plans.choose_tile((4096, 4096), 8192, 2048, bfloat16, OPTIONS[0], H100)
+
+    def pulls(kind=scatter, tile=tile, ranks=2, k=2048, dtype=bfloat16):
+        return plans.pulls_partials(kind, tile, ranks, k, dtype)
+
+    assert pulls()
+    assert pulls(ranks=4)
+    assert not pulls(k=1024)
+    assert not pulls(dtype=float32)
+    assert not pulls(kind=whole)
+    assert not pulls(tile=plans.default_tile(bfloat16))
+
+
+def test_what_is_pulled_has_room_where_it_comes_from_and_on_the_way():
+    half = "bfloat16"
+    case = ReductionCase("x", (300, 0, 20), 500, (3, 4, 5), half, half, transfer_dtype=half)
+    pushed, pulled = (make_reduction(KINDS[0], case, 2, pulled=way) for way in (False, True))
+    assert pulled.zones == pushed.zones * 2
+    assert pulled.bytes_from_peers == pushed.bytes_from_peers
+    assert "partial sums are brought as" in pulled.explain()
+    assert "partial sums travel as" in pushed.explain()
+    for shape in plans._HOPPER_TILES:
+        tile = plans._hopper_tile(*shape[:2], 64, shape[2], 0, H100.shared_bytes)
+        tile = plans.bringing(tile, H100.shared_bytes)
+        assert tile.courier_bytes > 16 << 10
+        assert tile.shared_bytes(np.dtype("bfloat16"), np.dtype("f4")) <= H100.shared_bytes
 
 
 def test_a_budget_of_multiprocessors_that_is_too_small_is_named():

@@ -122,10 +122,10 @@ def replayer(comm, calls):
     return lambda: graph.launch(current)
 
 
-def different_options(comm, dtype):
-    """Options that lead to different plans."""
+def different_options(comm, dtype, fewest=0):
+    """Options that lead to different plans, with `fewest` movers or more."""
     if comm.target == "host":
-        return [None, Options((2, 3), (16, 40, 24), 1000), Options((0, 2), (1, 1024, 7))]
+        return [None, Options((2, 3), (16, 40, 24), 1000), Options((fewest, 2), (1, 1024, 7))]
     itemsize = np.dtype(dtype).itemsize
     tile = (128, 128, 256) if itemsize == 2 else (64, 128, 128 // itemsize)
     return [None, Options((2, 2), None, 1000), Options(tile=tile)]
@@ -146,17 +146,28 @@ def stage(patch, slot_bytes, slots=2):
     patch.setattr(plan, "SLOT_BYTES", slot_bytes)
 
 
-# The operators that sum over ranks, each in both of its forms: name, whether in one shot.
+# How partial sums come to who adds them.
+WAYS = ("pushed", "pulled", "one shot")
+# The operators that sum over ranks, each in all ways that it has: name, way.
 SUMS = {
-    f"{name}{', one shot' * always}": (name, always)
-    for always in (False, True)
+    name if way == WAYS[0] else f"{name}, {way}": (name, way)
+    for way in WAYS
     for name in ("gemm_reduce_scatter", "gemm_allreduce")
+    if (name, way) != ("gemm_allreduce", "pulled")
 }
 
 
-def one_shot(always):
-    """Let sums take one shot always, or never, whatever the shape: a context manager."""
-    return mock.patch.object(plan, "_HANDOVER_S", np.inf if always else -np.inf)
+@contextlib.contextmanager
+def sums(way):
+    """Let partial sums come in one way, whatever the shape, if the operator has it."""
+    scatter = plan.GemmReduceScatterPlan
+    with (
+        mock.patch.object(plan, "_HANDOVER_S", np.inf if way == "one shot" else -np.inf),
+        mock.patch.object(
+            plan, "pulls_partials", lambda kind, *_: way == "pulled" and kind is scatter
+        ),
+    ):
+        yield
 
 
 def poison(comm, byte=NAN):

@@ -151,7 +151,7 @@ class AllGatherGemm(GemmOperator):
             self._load(preference is True)  # most probably what the others prefer too
             return preference
 
-        def need() -> tuple[int, int]:
+        def need(_: list[bool | None]) -> tuple[int, int]:
             counts, sizes = [], []
             for by_columns in (False, True):
                 matrix = spec.row_counts, spec.k, spec.dtype, by_columns

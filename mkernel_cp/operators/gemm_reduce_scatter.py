@@ -24,8 +24,9 @@ def gemm_reduce_scatter(
     """Return this rank's rows of the sum over ranks of a @ b.
 
     Collective. Each rank multiplies what it has; a tile of the product goes to the rank that owns
-    its rows as soon as it is finished, while the next is multiplied. Few rows go there one by one,
-    within one node, in words that are their own signals.
+    its rows as soon as it is finished, while the next is multiplied. Where multiplying takes longer
+    than the links, the owner fetches it. Few rows go there one by one, within one node, in words
+    that are their own signals.
 
     Parameters
     ----------
@@ -61,11 +62,11 @@ def gemm_reduce_scatter(
     -----
     Partial sums are rounded to the dtype of the operands on their way (``Options(transfer_dtype=
     "float32")`` keeps those of 16-bit operands exact). They land in slots of their own, which take
-    (R - 1) / R times the size of the largest share of the result times R on every rank. What a node
-    has of a row crosses the network once, as one sum, rounded once more. For that a rank has slots
-    for what it adds of other nodes' rows, as it is added and as it is sent, and for what comes. Few
-    rows take twice the size of the largest share of the result times R, in the type in which it is
-    summed; the result has the same bits either way.
+    (R - 1) / R times the size of the largest share of the result times R on every rank; twice that,
+    if owners fetch them. What a node has of a row crosses the network once, as one sum, rounded
+    once more. For that a rank has slots for what it adds of other nodes' rows, as it is added and
+    as it is sent, and for what comes. Few rows take twice the size of the largest share of the
+    result times R, in the type in which it is summed; the result has the same bits either way.
 
     As every operator, a call on the cuda target returns at once, and can be captured; see
     `allgather_gemm`.

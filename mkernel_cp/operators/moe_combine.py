@@ -187,7 +187,9 @@ class MoeCombine(Operator):
             words["MK_NODES"] = 1
             check_chunks(sums_chunks(asked, asked.ranks)[1], "sums", "Options(chunk_bytes=)")
         kernel = self._source(self.function, words)
-        runtime.agreement(self._what, asked.need, lambda: runtime.launches.load(kernel) and None)
+        runtime.agreement(
+            self._what, lambda _: asked.need(), lambda: runtime.launches.load(kernel) and None
+        )
         self._kernel = runtime.launches.load(kernel)
         capacity = gpu_capacity(self._kernel, 0, spec.options, runtime)
         gpu = runtime.machine.gpu

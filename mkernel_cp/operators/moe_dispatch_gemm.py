@@ -333,7 +333,7 @@ class MoeDispatchGemm(Operator):
             runtime.launches.load(kernel)
             check_room(asked, asked.n, runtime)
 
-        runtime.agreement(self._what, asked.need, compile_and_check)
+        runtime.agreement(self._what, lambda _: asked.need(), compile_and_check)
         self._kernel = runtime.launches.load(kernel)
         room = shared_bytes(asked, tile, asked.out_dtype)
         capacity = gpu_capacity(self._kernel, room, options, runtime)

@@ -314,7 +314,7 @@ class MoeLayer(Operator):
             runtime.launches.load(kernel)
             check_room(asked.dispatch, asked.inner + asked.n, runtime)
 
-        runtime.agreement(self._what, asked.need, compile_and_check)
+        runtime.agreement(self._what, lambda _: asked.need(), compile_and_check)
         self._kernel = runtime.launches.load(kernel)
         staged = accumulator_dtype(asked.dtype)
         room = shared_bytes(asked.dispatch, tile, staged)

@@ -45,7 +45,7 @@ class ReductionSpec(GemmSpec):
 
 
 class ReductionOperator(GemmOperator):
-    """An operator whose kernel pushes partial sums to the ranks that add them.
+    """An operator whose kernel hands partial sums over to the ranks that add them.
 
     Few rows have another kernel, within one node: all that a rank adds comes in one shot.
     """
@@ -67,8 +67,30 @@ class ReductionOperator(GemmOperator):
     def _agree(self, a: np.ndarray) -> bool:
         # Peers read nothing of a, so its order is this rank's own affair.
         by_columns = self._prefers_columns("a", a) is True and self._columns_are_readable()
-        self._runtime.agreement(self._what, self._need, lambda: self._load(by_columns) and None)
+
+        def compile_and_tell() -> int:
+            self._load(by_columns)
+            return self._spec.k
+
+        def need(k: list[int]) -> tuple[int, int]:
+            zones = self._zones(self._pulls(max(k)))
+            return sum(slots for slots, _ in zones), sum(slots * nbytes for slots, nbytes in zones)
+
+        k = max(self._runtime.agreement(self._what, need, compile_and_tell))
+        self._pulled = self._pulls(k)
+        if self._pulled and self._mapped:
+            self._tile = plans.bringing(self._tile, self._runtime.machine.gpu.shared_bytes)
         return by_columns
+
+    def _pulls(self, k: int) -> bool:
+        """Return whether partial sums are pulled; `k`: the largest of all ranks."""
+        ranks, within_node = self._runtime.size, self._runtime.num_nodes == 1
+        transfer = self._spec.transfer_dtype
+        return (
+            (within_node and not self._one_shot)
+            and ranks > 1
+            and plans.pulls_partials(self.plan_type, self._tile, ranks, k, transfer)
+        )
 
     def _columns_are_readable(self) -> bool:
         """Return whether the engine may read a by columns, in which each rank's rows are a run."""
@@ -79,13 +101,13 @@ class ReductionOperator(GemmOperator):
         begins = np.cumsum((0, *spec.row_counts[:-1])) * spec.dtype.itemsize
         return not (begins[np.array(spec.row_counts) > 0] % 16).any()
 
-    def _need(self) -> tuple[int, int]:
+    def _zones(self, pulled: bool) -> tuple[tuple[int, int], ...]:
         spec = self._spec
-        zones = plans.reduction_zones(
+        return plans.reduction_zones(
             *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
             *(self._tile, self._one_shot, self._runtime.topology.sizes),
+            pulled=pulled,
         )
-        return sum(slots for slots, _ in zones), sum(slots * nbytes for slots, nbytes in zones)
 
     def _make_plan(self, capacity: int) -> plans.GemmReduceScatterPlan:
         spec, agreed = self._spec, (self._tile, self._one_shot)
@@ -93,6 +115,7 @@ class ReductionOperator(GemmOperator):
             *(self.plan_type, self._runtime.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
             *(spec.out_dtype, spec.transfer_dtype, *agreed, spec.options, capacity),
             *(self._runtime.topology.sizes, self._runtime.launches.staging_agents > 0),
+            pulled=self._pulled,
         )
 
     def _kernel_name(self) -> str:
@@ -150,7 +173,6 @@ class ReductionOperator(GemmOperator):
             "row_start": plan.row_start,
             "part_start": np.cumsum([0, *plan.parts]),
             "added_start": plan.added_start,
-            "added": plans.added_parts(plan.parts, plan.nodes)[0],
         }
         return structures.GemmReduceScatterPlan(
             split=structures.Split(*plan.split),
@@ -162,7 +184,10 @@ class ReductionOperator(GemmOperator):
             part_rows=plan.part[0],
             part_columns=plan.part[1],
             piece_columns=plan.piece_columns,
+            most_added=max(plans.added_parts(plan.parts, plan.nodes)[0]),
+            pulled=plan.pulled,
             partials=self._zone(arena, 0),
+            offered=self._zone(arena, int(plan.pulled)),
             **{
                 name: self._constant(name, np.array(array, np.int64))
                 for name, array in arrays.items()

@@ -315,7 +315,9 @@ class RingAttention(Operator):
             chunks = attention.chunks_between_nodes
             check_chunks(chunks, f"{attention.chunk} positions", "Options(chunk_bytes=)")
         kernel = self._source(self.function, macros)
-        runtime.agreement(self._what, lambda: need, lambda: runtime.launches.load(kernel) and None)
+        runtime.agreement(
+            self._what, lambda _: need, lambda: runtime.launches.load(kernel) and None
+        )
         self._kernel, capacity = runtime.launches.load(kernel), 0
         if gpu is not None:
             capacity = self._kernel.capacity(

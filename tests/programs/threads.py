@@ -14,7 +14,7 @@ from mkernel_cp import compiler
 COUNTS = (33, 7, 0, 70)
 
 
-def program(comm, lanes):
+def program(comm, lanes, way):
     rng = np.random.default_rng(comm.rank)
     k, n = 75, 40
     a, b = comm.empty((COUNTS[comm.rank], k), np.float32), np.empty((k, n), np.float32)
@@ -27,7 +27,7 @@ def program(comm, lanes):
     terms = np.empty((70, 9), np.float32), np.empty((9, 80), np.float32)
     sums = [
         kind(*terms, comm=comm, options=mk.Options(split, (16, 16, 8)))
-        for split in ((1, 1), (0, 2))
+        for split in ((1, 1), (int(way == "pulled"), 2))
         for kind in (mk.GemmReduceScatter, mk.GemmAllReduce)
     ]
     worlds.chaos(comm, seed=lanes, lanes=lanes, delay_ns=(300_000, 300_000))
@@ -47,7 +47,7 @@ def program(comm, lanes):
 
 
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):
-    for lanes, always in ((1, False), (2, True), (3, False), (3, True)):
-        with worlds.one_shot(always):
-            worlds.run(len(COUNTS), program, lanes)
+    for lanes, way in ((1, "pushed"), (2, "one shot"), *((3, way) for way in worlds.WAYS)):
+        with worlds.sums(way):
+            worlds.run(len(COUNTS), program, lanes, way)
 print("all right")

@@ -1,4 +1,4 @@
-// Reductions: partial sums of a tile are pushed to a slot at whoever adds them, and added there in one order.
+// Reductions: partial sums of a tile come to a slot at whoever adds them, pushed or pulled, and are added there in one order.
 #pragma once
 
 #include "roles.cuh"
@@ -50,9 +50,12 @@ public:
     MK_DEVICE i64 over_all(const Tile& piece) const { return plan_->part_start[piece.source] + within_owner(piece); }
 
     // Of those that a rank adds.
-    MK_DEVICE i64 added_by(u64 rank) const { return plan_->added[rank]; }
     MK_DEVICE i64 where_added(const Tile& piece) const {
         return plan_->added_start[piece.source] + within_owner(piece);
+    }
+    // Of what comes to who adds it from the rank so many steps further, and of what that rank has for all others.
+    MK_DEVICE i64 coming(u64 steps, const Tile& piece) const {
+        return i64(steps - 1) * plan_->most_added + where_added(piece);
     }
 
     MK_DEVICE u32 place(const Tile& piece) const {
@@ -132,9 +135,10 @@ MK_DEVICE void store_sums(const Agent& agent, const Tile& piece, const View& sta
                [&](u32 row, u32 column) { to[row * pitch + column] = narrow<T>(*staged(row, column)); });
 }
 
-// Pushes a part to whoever adds it: the owner of its rows, or, for those of other nodes, its gateway, which keeps what it
-// adds itself as it is. One zone is enough, and nothing is reset: a rank that has entered this call, with this digest, has
-// no use any more for what its arena held in an earlier one, of whatever operator.
+// Hands a part over to whoever adds it: the owner of its rows, or, for those of other nodes, its gateway, which keeps what
+// it adds itself as it is. It is pushed there, or offered here, to be pulled. One zone is enough, and nothing is reset: a
+// rank that has entered this call, with this digest, has no use any more for what its arena held in an earlier one, of
+// whatever operator.
 template <class Acc, class Partial>
 class Push {
 public:
@@ -147,7 +151,8 @@ public:
 
     // Where a part goes, if not kept.
     MK_DEVICE u8* slot(const Launch& launch, const Tile& part) const {
-        return Zone(launch, plan_->partials).slot(launch.holder(part.source), number(launch, part));
+        const u64 where = plan_->pulled ? launch.rank() : launch.holder(part.source);
+        return Zone(launch, plan_->offered).slot(where, number(launch, part));
     }
 
     template <class View>
@@ -171,8 +176,8 @@ public:
             u64* kept = Zone(launch, plan_->nodes.products).signal(launch.rank(), parts_.where_added(part));
             return launch.raise<Scope::device>(kept, 1, sent);
         }
-        u64* pushed = Zone(launch, plan_->partials).signal(launch.holder(part.source), number(launch, part));
-        launch.raise<Scope::system>(pushed, 1, sent);
+        u64* there = Zone(launch, plan_->offered).signal(launch.holder(part.source), number(launch, part));
+        launch.raise<Scope::system>(there, 1, sent);
     }
 
 private:
@@ -182,15 +187,44 @@ private:
     MK_DEVICE i64 number(const Launch& launch, const Tile& piece) const {
         const Node node = launch.node();
         const u64 adds = launch.holder(piece.source), back = node.size - (adds - node.begin);
-        const u64 distance = around(launch.rank() - node.begin, back, node.size);
-        return i64(distance - 1) * parts_.added_by(adds) + parts_.where_added(piece);
+        return parts_.coming(around(launch.rank() - node.begin, back, node.size), piece);
     }
 
     const GemmReduceScatterPlan* plan_;
     Parts parts_;
 };
 
-// What the other ranks of this node have pushed to this one. It is added to sums of this rank's: that of the next rank, and
+// Brings this agent's share of what peers offer to this rank, in the order in which it is added.
+template <bool aligned>
+MK_DEVICE bool pull_partials(Launch& launch, const GemmReduceScatterPlan& plan, Scratch scratch) {
+    const Parts parts(plan);
+    const Zone offered(launch, plan.offered), partials(launch, plan.partials);
+    const u64 rank = launch.rank(), size = launch.size();
+    const i64 bytes = plan.partials.slot_bytes;
+    const TileShape part{plan.part_rows, plan.part_columns, 0};
+    Courier<aligned> courier(launch, scratch);
+    for (Tile own : RingTiles(rows_of_all(launch, plan, part, true), {size, size + 1}, plan.stripe, launch.member(),
+                              launch.members()))
+        for (u64 steps = 1; steps < size; ++steps) {
+            const i64 number = parts.coming(steps, own);
+            const u64 peer = launch.neighbour(steps), *signal = offered.signal(rank, number);
+            launch.stand_by([&] {
+                const bool is_there = launch.sees(signal, 1);
+                if (!is_there) courier.go_on();
+                return is_there;
+            });
+            if (!launch.wait(launch.agent(), signal, 1, {Awaited::partial, peer, u64(number)})) break;
+            const Span span(launch, launch.agent().lane() == 0, Traced::copy, peer, u64(bytes), u64(number));
+            courier.send({partials.slot(rank, number), bytes}, {offered.slot(peer, number), bytes}, 1, bytes,
+                         partials.signal(rank, number));
+        }
+    courier.finish();
+    for (u64 i = 1; i < launch.node().size; ++i)
+        launch.have_read(launch.neighbour(i), launch.greeters() + launch.readers());
+    return launch.live();
+}
+
+// What the other ranks of this node have handed over to this one. It is added to sums of this rank's: that of the next rank, and
 // so on around the ring. A lane has `batch` loads under way.
 template <class Acc, class Partial, u32 batch>
 class Pushed {
@@ -199,25 +233,24 @@ public:
 
     MK_DEVICE bool await(Launch& launch, const Tile& part) const {
         const u64 rank = launch.rank(), others = count(launch);
-        const i64 parts = parts_.added_by(rank), number = parts_.where_added(part);
         const Zone partials(launch, plan_->partials);
-        for (u64 step = 1; step <= others; ++step) {
-            const Subject partial{Awaited::partial, launch.neighbour(step), u64(number)};
-            if (!launch.wait(launch.agent(), partials.signal(rank, i64(step - 1) * parts + number), 1, partial))
-                return false;
+        for (u64 steps = 1; steps <= others; ++steps) {
+            const i64 number = parts_.coming(steps, part);
+            const Subject partial{Awaited::partial, launch.neighbour(steps), u64(number)};
+            if (!launch.wait(launch.agent(), partials.signal(rank, number), 1, partial)) return false;
         }
         if (launch.agent().lane() == 0) fetch_add(launch.world().bytes_from_peers, others * bytes_of<Partial>(part));
         return launch.live();
     }
 
-    // Ranks that push to this one.
+    // Ranks that have something for this one.
     static MK_DEVICE u32 count(const Launch& launch) { return u32(launch.node().size - 1); }
 
     // The slots of a part, that of the next rank first.
     MK_DEVICE Addends slots(const Launch& launch, const Tile& part) const {
         const u64 rank = launch.rank();
         return {Zone(launch, plan_->partials).slot(rank, parts_.where_added(part)),
-                parts_.added_by(rank) * plan_->partials.slot_bytes, count(launch)};
+                plan_->most_added * plan_->partials.slot_bytes, count(launch)};
     }
 
     // Lanes may have added up what others are to store.
@@ -313,7 +346,7 @@ private:
     Parts parts_;
 };
 
-// Adds to an own part what the peers have pushed, and then other nodes have sent; the result is stored.
+// Adds to an own part what the peers have for it, and then other nodes have sent; the result is stored.
 template <class Acc, class Partial, class T, u32 batch>
 class Sum : public Store<T> {
 public:
@@ -402,7 +435,7 @@ private:
     const GemmAllReducePlan* plan_;
 };
 
-// What becomes of finished tiles, staged as they were summed: peers' rows are pushed to them, own rows are added up.
+// What becomes of finished tiles, staged as they were summed: peers' rows are handed over, own rows are added up.
 template <class Acc, class Push, class Sum>
 class PushOrSum {
 public:

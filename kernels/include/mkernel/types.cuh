@@ -321,8 +321,10 @@ struct GemmReduceScatterPlan {
     i64* row_start;     // [rank]: the first of the rows that it owns, and the total behind the last
     i64* part_start;    // [rank]: the first part of those rows, and the total behind the last
     i64* added_start;   // [rank]: the same, among the parts that are added where those of its rows are, in this node
-    i64* added;         // [rank]: parts that it adds: of others' rows, as their gateway, and then of its own
-    ZonePlan partials;  // [ring distance from who adds it - 1][part that is added there]
+    i64 most_added;     // parts that a rank adds: of others' rows, as their gateway, and then of its own; of any the most
+    u64 pulled;         // whether partial sums stay where they were computed, until who adds them has them brought
+    ZonePlan partials;  // at who adds: [ring distance from there - 1][part that is added there]
+    ZonePlan offered;   // the same; if pulled, the slots are where they were computed, and the signals at who adds
     NodeSumsPlan nodes;
 };
 

@@ -69,12 +69,12 @@ public:
 
     // For kernels whose peers read nothing here: tells them that this rank has entered, and sees all of them enter. A peer
     // that calls something else shows, whoever waits for whom later; and who has nothing to wait for does not overwrite
-    // its message with the next before all have seen it.
-    MK_DEVICE bool greet(const CallMessage& message) {
+    // its message with the next before all have seen it. `readers`: agents that read what peers hold, which say so later.
+    MK_DEVICE bool greet(const CallMessage& message, u64 readers = 0) {
         announce(message);
         for (u64 peer : RingOrder(rank(), size(), node()))
             if (!await_call(peer, message.digest)) return false;
-        for (u64 i = 1; i < node().size; ++i) have_read(neighbour(i), greeters());
+        for (u64 i = 1; i < node().size; ++i) have_read(neighbour(i), greeters() + readers);
         return live();
     }
 
