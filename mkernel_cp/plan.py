@@ -1434,24 +1434,33 @@ def whole_groups(tile: Any) -> Any:
 _COLLECTORS, _ADDERS = 8, 4
 # With what is pulled, fewer stripes are faster: links need not be in use all the time.
 _MOST_STRIPES, _MOST_STRIPES_PULLED = 4, 2
+_LEAST_WAVES_PULLED = 2  # of tiles: else nothing is multiplied behind what would be pushed
 
 
 def pulls_partials(
     kind: type[GemmReduceScatterPlan],
     chosen: HostTile | PortableTile | HopperTile,
-    ranks: int,
+    gpu: Gpu | None,
+    row_counts: tuple[int, ...],
+    n: int,
     k: int,
     transfer_dtype: np.dtype,
 ) -> bool:
     """Return whether partial sums are to be pulled: stores at peers hold up who multiplies.
 
     Where a product takes less time than its sums do on the links, these wait for nothing: the
-    sooner each is under way the better. `k`: the largest of all ranks.
+    sooner each is under way the better. Nor is a stage given up for it. `k`: the largest of all
+    ranks.
     """
-    if kind is not GemmReduceScatterPlan or chosen.engine != "hopper":
+    if kind is not GemmReduceScatterPlan or gpu is None or chosen.engine != "hopper":
         return False
+    if bringing(chosen, gpu.shared_bytes).stages < chosen.stages:
+        return False
+    waves = sum(tile_counts(row_counts, n, chosen.tile)) * chosen.cluster / _PROCESSORS
+    ranks = len(row_counts)
     multiplying = 2 * k / (_PROCESSORS * _PROCESSOR_RATE)  # of an element of the result
-    return multiplying > (ranks - 1) / ranks * transfer_dtype.itemsize / LINK_RATE
+    travelling = (ranks - 1) / ranks * transfer_dtype.itemsize / LINK_RATE
+    return waves > _LEAST_WAVES_PULLED and multiplying > travelling
 
 
 def plan_reduction(

@@ -189,6 +189,8 @@ def test_sums_of_pairs_of_blocks(on, monkeypatch, form):
 def test_ranks_agree_on_whether_they_pull(on, monkeypatch, k):
     """Each has terms of its own number; the largest number decides."""
     monkeypatch.setattr(plans, "LINK_RATE", 1e12)
+    monkeypatch.setattr(plans, "_LEAST_WAVES_PULLED", 0)
+    monkeypatch.setattr(plans, "_HOPPER_TILES", (PAIR,))
     monkeypatch.setattr(plans, "_HANDOVER_S", -np.inf)
 
     def program(comm):

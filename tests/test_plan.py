@@ -500,15 +500,18 @@ def test_partial_sums_that_take_less_time_than_their_products_are_pulled():
     scatter, whole = KINDS
     tile = plans.choose_tile((4096, 4096), 8192, 2048, bfloat16, OPTIONS[0], H100)
 
-    def pulls(kind=scatter, tile=tile, ranks=2, k=2048, dtype=bfloat16):
-        return plans.pulls_partials(kind, tile, ranks, k, dtype)
+    def pulls(kind=scatter, tile=tile, rows=(4096, 4096), k=2048, dtype=bfloat16):
+        return plans.pulls_partials(kind, tile, H100, rows, 8192, k, dtype)
 
     assert pulls()
-    assert pulls(ranks=4)
+    assert pulls(rows=(2048, 2048, 2048, 2048))
+    assert pulls(rows=(1024, 1024), k=7168)
+    assert not pulls(rows=(256, 256), k=7168)
     assert not pulls(k=1024)
     assert not pulls(dtype=float32)
     assert not pulls(kind=whole)
     assert not pulls(tile=plans.default_tile(bfloat16))
+    assert not pulls(tile=plans._hopper_tile(128, 128, 64, 1, 0, H100.shared_bytes))
 
 
 def test_what_is_pulled_has_room_where_it_comes_from_and_on_the_way():

@@ -84,12 +84,12 @@ class ReductionOperator(GemmOperator):
 
     def _pulls(self, k: int) -> bool:
         """Return whether partial sums are pulled; `k`: the largest of all ranks."""
-        ranks, within_node = self._runtime.size, self._runtime.num_nodes == 1
-        transfer = self._spec.transfer_dtype
-        return (
-            (within_node and not self._one_shot)
-            and ranks > 1
-            and plans.pulls_partials(self.plan_type, self._tile, ranks, k, transfer)
+        spec, runtime = self._spec, self._runtime
+        if self._one_shot or runtime.size == 1 or runtime.num_nodes > 1:
+            return False
+        return plans.pulls_partials(
+            *(self.plan_type, self._tile, runtime.machine.gpu),
+            *(spec.row_counts, spec.n, k, spec.transfer_dtype),
         )
 
     def _columns_are_readable(self) -> bool:

@@ -224,8 +224,8 @@ MK_DEVICE bool pull_partials(Launch& launch, const GemmReduceScatterPlan& plan, 
     return launch.live();
 }
 
-// What the other ranks of this node have handed over to this one. It is added to sums of this rank's: that of the next rank, and
-// so on around the ring. A lane has `batch` loads under way.
+// What the other ranks of this node have handed over to this one. It is added to sums of this rank's: that of the next
+// rank, and so on around the ring. A lane has `batch` loads under way.
 template <class Acc, class Partial, u32 batch>
 class Pushed {
 public:
