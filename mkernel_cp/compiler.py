@@ -115,6 +115,11 @@ def kernel_source(name: str) -> Path:
     return kernels_dir() / f"{name}.cu"
 
 
+def host_runtime() -> Path:
+    """Return the path of what runs the kernels of the host target."""
+    return kernels_dir() / "host_runtime.cpp"
+
+
 def native_dir() -> Path:
     """Return the folder of the transport's C++ sources."""
     beside = kernels_dir() / "native"  # of kernels that tests have taken from another folder

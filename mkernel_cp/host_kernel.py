@@ -43,17 +43,19 @@ class HostKernel:
         library = compiler.host_library(source, defines=defines, options=options)
         self.name = name
         try:
-            size = getattr(library, f"{name}_params_size")
+            attach = getattr(library, f"{name}_attach")
         except AttributeError:
             raise errors.CompileError(
                 f"{os.fspath(source)} has no kernel {name}: define it with MK_KERNEL({name}, ...)"
             ) from None
-        size.restype = ctypes.c_uint64
-        self.params_bytes = size()
-        self._launch = getattr(library, f"{name}_launch")
-        self._launch.argtypes = [ctypes.c_void_p]
-        self._simulate = getattr(library, f"{name}_simulate")
-        self._simulate.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        runtime = compiler.host_library(compiler.host_runtime())
+        runtime.host_runtime.restype = ctypes.c_void_p
+        attach.argtypes, attach.restype = [ctypes.c_void_p], ctypes.c_uint64
+        self.params_bytes = attach(runtime.host_runtime())
+        self._entry = ctypes.cast(getattr(library, f"{name}_entry"), ctypes.c_void_p)
+        self._launch, self._simulate = runtime.host_launch, runtime.host_simulate
+        self._launch.argtypes = [ctypes.c_void_p] * 2
+        self._simulate.argtypes = [ctypes.c_void_p] * 3
 
     def capacity(self, shared_bytes: int, processors: int | None = None) -> int:
         """Return how many agents with so much shared memory may run at a time; no GPU limits it."""
@@ -74,7 +76,7 @@ class HostKernel:
 
     def run(self, request: ctypes.Structure) -> int:
         """Launch on threads and wait; return 0, or an errno if nothing could be started."""
-        return self._launch(ctypes.byref(request))
+        return self._launch(self._entry, ctypes.byref(request))
 
     def simulate(
         self,
@@ -122,7 +124,7 @@ class HostKernel:
         )
         flat = [request for row in requests for request in row]
         array = (structures.Launch * len(flat))(*flat)
-        status = self._simulate(ctypes.byref(array), ctypes.byref(simulation))
+        status = self._simulate(self._entry, ctypes.byref(array), ctypes.byref(simulation))
         if status:
             raise errors.TimeoutError("a simulated launch waits for ever: a wait has no deadline")
         return simulation

@@ -40,7 +40,7 @@ def leaves(struct):
 def compiled(tmp_path_factory, kernels):
     """What the compiler says of a struct: bytes, alignment, {member: (offset, bytes)}."""
     lines = ["#include <cstddef>"]
-    lines += [f"#include <mkernel/{header}>" for header in ("types.cuh", "target_host.cuh")]
+    lines += [f"#include <mkernel/{header}>" for header in ("types.cuh", "host_runtime.cuh")]
     for kind, (_, _, scope) in KINDS.items():
         for struct, mirror in mirrors(kind).items():
             name = f"{scope}::{struct}"

@@ -13,6 +13,7 @@
 #undef pause
 
 #include <setjmp.h>
+#include <ucontext.h>
 
 #include <atomic>
 #include <cmath>
@@ -20,6 +21,9 @@
 #include <cstdlib>
 #include <functional>
 #include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
 
 #undef MK_KERNEL
 #ifndef MK_BULK_COPIES
@@ -34,15 +38,11 @@
 
 #define MK_KERNEL(NAME, PARAMS, p)                                                                                     \
     static void NAME##_body(const PARAMS& p);                                                                          \
-    static void NAME##_entry(const void* params) {                                                                     \
+    MK_EXPORT void NAME##_entry(const void* params) {                                                                  \
         mk::emulation::Block(MK_THREADS, MK_CLUSTER).run([=] { NAME##_body(*static_cast<const PARAMS*>(params)); });  \
     }                                                                                                                  \
-    MK_EXPORT mk::u64 NAME##_params_size() { return sizeof(PARAMS); }                                                  \
-    MK_EXPORT int NAME##_launch(const mk::host::Launch* launch) {                                                      \
-        return mk::host::run_on_threads(NAME##_entry, *launch);                                                        \
-    }                                                                                                                  \
-    MK_EXPORT int NAME##_simulate(const mk::host::Launch* launches, mk::host::Simulation* simulation) {                \
-        return mk::host::Simulator(NAME##_entry, launches, *simulation).run();                                         \
+    MK_EXPORT mk::u64 NAME##_attach(const mk::host::Runtime* runtime) {                                                \
+        return mk::host::attach(runtime), sizeof(PARAMS);                                                              \
     }                                                                                                                  \
     static void NAME##_body(const PARAMS& p)
 

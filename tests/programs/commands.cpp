@@ -1,5 +1,8 @@
 // A slow proxy, that looks closely.
+#include <sched.h>
 #include <time.h>
+
+#include <vector>
 
 #include "command_reader.h"
 

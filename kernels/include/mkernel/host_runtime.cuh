@@ -16,6 +16,8 @@
 #include <thread>
 #include <vector>
 
+#include "host_lanes.cuh"
+
 namespace mk {
 namespace host {
 
@@ -56,42 +58,17 @@ struct Simulation {
 
 class Simulator;
 
-// What the lanes of one agent share.
-struct Team {
-    u32 index, count, lanes;
-    Scratch scratch;
-    bool verdict;
-    u32 arrived, phase;
-
-    void barrier();
-};
-
-struct Lane {
-    Team* team;
-    u32 index;
-    u64 random;
+struct RunningLane : Lane {
     Simulator* simulator;
     ucontext_t context;
     bool finished;
     u64 idle_round;  // in which it has waited
 };
 
-inline Lane*& here_pointer() {
-    static thread_local Lane* lane = nullptr;
+inline RunningLane*& running() {
+    static thread_local RunningLane* lane = nullptr;
     return lane;
 }
-inline Lane& here() { return *here_pointer(); }
-
-// splitmix64 (Steele, Lea, Flood 2014): any seed gives a good sequence.
-inline u64 next_random(u64& state) {
-    u64 z = (state += 0x9e3779b97f4a7c15);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-    return z ^ (z >> 31);
-}
-
-// One time in n, where the launch has a seed.
-inline bool chance(u32 n) { return here().random && next_random(here().random) % n == 0; }
 
 // The memory of one launch: its teams, their shared memory, their lanes.
 class Crew {
@@ -104,7 +81,7 @@ public:
             teams_[i] = Team{u32(i), u32(launch.agents), lanes_per_team_,
                              {shared_.get() + i * shared_pitch_, launch.shared_bytes}, false, 0, 0};
         for (u64 i = 0; i < lanes_.size(); ++i) {
-            Lane& lane = lanes_[i];
+            RunningLane& lane = lanes_[i];
             u64 state = launch.seed + i;
             lane.team = &teams_[i / launch.lanes];
             lane.index = u32(i % launch.lanes);
@@ -114,7 +91,7 @@ public:
             lane.idle_round = 0;
         }
     }
-    std::vector<Lane>& lanes() { return lanes_; }
+    std::vector<RunningLane>& lanes() { return lanes_; }
 
 private:
     struct Release {
@@ -122,7 +99,7 @@ private:
     };
     u32 lanes_per_team_;
     std::vector<Team> teams_;
-    std::vector<Lane> lanes_;
+    std::vector<RunningLane> lanes_;
     u64 shared_pitch_;
     std::unique_ptr<u8[], Release> shared_;
 };
@@ -133,7 +110,7 @@ public:
     struct Worker {
         std::mutex mutex;
         std::condition_variable wake;
-        Lane* lane = nullptr;
+        RunningLane* lane = nullptr;
         Entry entry = nullptr;
         const void* params = nullptr;
         class Countdown* done = nullptr;
@@ -185,10 +162,10 @@ private:
     u64 count_;
 };
 
-inline void run_lane(Lane& lane, Entry entry, const void* params) {
-    here_pointer() = &lane;
+inline void run_lane(RunningLane& lane, Entry entry, const void* params) {
+    running() = &lane;
     entry(params);
-    here_pointer() = nullptr;
+    running() = nullptr;
 }
 
 inline void Pool::work(Worker* self) {
@@ -212,7 +189,7 @@ inline void Pool::work(Worker* self) {
 // Returns 0, or the errno with which threads or memory were refused (nothing has run then).
 inline int run_on_threads(Entry entry, const Launch& launch) try {
     Crew crew(launch, nullptr);
-    std::vector<Lane>& lanes = crew.lanes();
+    std::vector<RunningLane>& lanes = crew.lanes();
     std::vector<Pool::Worker*> workers = Pool::instance().acquire(lanes.size() - 1);
     Countdown done(workers.size());
     for (u64 i = 0; i < workers.size(); ++i) {
@@ -261,8 +238,8 @@ public:
 
     void take_turns(bool waiting) {
         if (!waiting) go_on();
-        else rest(here().idle_round);
-        swapcontext(&here().context, &scheduler_);
+        else rest(running()->idle_round);
+        swapcontext(&running()->context, &scheduler_);
     }
 
     // As a thread that gets no processor until all others have gone as far as they can without it.
@@ -274,7 +251,7 @@ private:
     static constexpr u64 stack_bytes = 128 * 1024;
 
     struct Fiber {
-        Lane* lane;
+        RunningLane* lane;
         u64 rank;
         std::unique_ptr<u8[]> stack;
     };
@@ -293,7 +270,7 @@ private:
         Rank& state = ranks_[rank];
         state.fibers.clear();
         state.crew = std::make_unique<Crew>(launch_of(rank), this);
-        for (Lane& lane : state.crew->lanes()) {
+        for (RunningLane& lane : state.crew->lanes()) {
             state.fibers.push_back(std::make_unique<Fiber>(Fiber{&lane, rank, nullptr}));
             start_fiber(*state.fibers.back());
             runnable_.push_back(state.fibers.back().get());
@@ -322,7 +299,7 @@ private:
     static void fiber_main(u32 self_high, u32 self_low, u32 rank) {
         auto self = reinterpret_cast<Simulator*>(u64(self_high) << 32 | self_low);
         self->entry_(self->launch_of(rank).params);
-        here().finished = true;
+        running()->finished = true;
     }
 
     void give_turn(u64 chosen) {
@@ -343,9 +320,9 @@ private:
     }
 
     void resume(Fiber& fiber) {
-        here_pointer() = fiber.lane;
+        running() = fiber.lane;
         swapcontext(&scheduler_, &fiber.lane->context);
-        here_pointer() = nullptr;
+        running() = nullptr;
     }
 
     void go_on() { ++round_, idle_ = 0, leap_ns_ = 1000; }
@@ -375,50 +352,56 @@ private:
     std::vector<Fiber*> runnable_;
 };
 
-inline u64 now_ns() {
-    if (here().simulator) return here().simulator->now_ns();
-    timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return u64(time.tv_sec) * 1000000000 + u64(time.tv_nsec);
-}
+// What kernels ask of it, for the lane that runs here.
+struct Service {
+    static Lane& here() { return *running(); }
 
-// Yielding is the fastest wait while few threads share the cores, and burns them while a peer is late: so naps follow. They
-// get longer, about an eighth of the wait: else many who wait would leave hardly any time to those whom they wait for.
-inline void pause(u32 spins) {
-    constexpr u32 yields = 64, naps_of_a_length = 8, most_doublings = 5;
-    constexpr long first_nap_ns = 50000;
-    if (here().simulator) return here().simulator->take_turns(true);
-    if (spins < yields) return void(sched_yield());
-    const u32 doublings = (spins - yields) / naps_of_a_length;
-    const timespec nap{0, first_nap_ns << (doublings < most_doublings ? doublings : most_doublings)};
-    nanosleep(&nap, nullptr);
-}
-
-// One time in n, all others get as far as they can before this one goes on.
-inline void stay_away(u32 n) {
-    if (here().simulator && chance(n)) here().simulator->stay_away();
-}
-
-// A point where another thread may come between; a launch with a seed makes that happen often.
-inline void interleave() {
-    if (!here().simulator) {
-        if (chance(4)) sched_yield();
-        return;
+    static u64 now_ns() {
+        if (Simulator* simulator = running()->simulator) return simulator->now_ns();
+        timespec time;
+        clock_gettime(CLOCK_MONOTONIC, &time);
+        return u64(time.tv_sec) * 1000000000 + u64(time.tv_nsec);
     }
-    here().simulator->take_turns(false);
-    stay_away(64);
-}
 
-inline void Team::barrier() {
-    interleave();  // an arrival is progress
-    u32 before = __atomic_load_n(&phase, __ATOMIC_ACQUIRE);
-    if (__atomic_fetch_add(&arrived, 1, __ATOMIC_ACQ_REL) + 1 == lanes) {
-        __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&phase, before + 1, __ATOMIC_RELEASE);
-        return;
+    // Yielding is the fastest wait while few threads share the cores, and burns them while a peer is late: so naps follow.
+    // They get longer, about an eighth of the wait: else many who wait would leave hardly any time to those whom they wait
+    // for.
+    static void pause(u32 spins) {
+        constexpr u32 yields = 64, naps_of_a_length = 8, most_doublings = 5;
+        constexpr long first_nap_ns = 50000;
+        if (Simulator* simulator = running()->simulator) return simulator->take_turns(true);
+        if (spins < yields) return void(sched_yield());
+        const u32 doublings = (spins - yields) / naps_of_a_length;
+        const timespec nap{0, first_nap_ns << (doublings < most_doublings ? doublings : most_doublings)};
+        nanosleep(&nap, nullptr);
     }
-    for (u32 spins = 0; __atomic_load_n(&phase, __ATOMIC_ACQUIRE) == before; ++spins) host::pause(spins);
-}
+
+    static void interleave() {
+        Simulator* simulator = running()->simulator;
+        if (!simulator) {
+            if (chance(here(), 4)) sched_yield();
+            return;
+        }
+        simulator->take_turns(false);
+        stay_away(64);
+    }
+
+    static void stay_away(u32 n) {
+        Simulator* simulator = running()->simulator;
+        if (simulator && chance(here(), n)) simulator->stay_away();
+    }
+
+    static void meet(Team& team) {
+        interleave();  // an arrival is progress
+        u32 before = __atomic_load_n(&team.phase, __ATOMIC_ACQUIRE);
+        if (__atomic_fetch_add(&team.arrived, 1, __ATOMIC_ACQ_REL) + 1 == team.lanes) {
+            __atomic_store_n(&team.arrived, 0, __ATOMIC_RELAXED);
+            __atomic_store_n(&team.phase, before + 1, __ATOMIC_RELEASE);
+            return;
+        }
+        for (u32 spins = 0; __atomic_load_n(&team.phase, __ATOMIC_ACQUIRE) == before; ++spins) pause(spins);
+    }
+};
 
 }  // namespace host
 }  // namespace mk

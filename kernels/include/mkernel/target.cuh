@@ -4,6 +4,8 @@
 // Both give: Agent (who am I, sync, broadcast), atomics with a scope, a clock, pause, Transfer, MK_DEVICE and MK_KERNEL.
 #pragma once
 
+#include "words.cuh"
+
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define MK_TARGET_CUDA 1
 #else
@@ -19,23 +21,8 @@ namespace mk {
 
 constexpr bool several_nodes = MK_NODES;
 
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i32 = int;
-using i64 = long long;
-
-static_assert(sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(void*) == 8, "a 64-bit platform");
-
 // Who may see a store: the agents of this GPU, or also peers, the host and the network.
 enum class Scope { device, system };
-
-// Memory of one agent.
-struct Scratch {
-    u8* data;
-    u64 bytes;
-};
 
 constexpr u64 nanoseconds_per_microsecond = 1000;
 

@@ -1,10 +1,10 @@
-// The host half of target.cuh: what a kernel sees. How its lanes get to run is host_runtime.cuh's business.
+// The host half of target.cuh: what a kernel sees. How its lanes get to run is the business of host_runtime.cuh.
 #pragma once
 
 #include <cmath>
 #include <cstring>
 
-#include "host_runtime.cuh"
+#include "host_lanes.cuh"
 
 #define MK_DEVICE inline
 #define MK_DEVICE_APART inline __attribute__((noinline))
@@ -13,17 +13,14 @@
 
 #define MK_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Exports NAME_launch and NAME_simulate, and NAME_params_size for the check that Python means the same struct.
-#define MK_KERNEL(NAME, PARAMS, p)                                                                    \
-    static void NAME##_body(const PARAMS& p);                                                         \
-    static void NAME##_entry(const void* params) { NAME##_body(*static_cast<const PARAMS*>(params)); } \
-    MK_EXPORT mk::u64 NAME##_params_size() { return sizeof(PARAMS); }                                 \
-    MK_EXPORT int NAME##_launch(const mk::host::Launch* launch) {                                     \
-        return mk::host::run_on_threads(NAME##_entry, *launch);                                       \
-    }                                                                                                 \
-    MK_EXPORT int NAME##_simulate(const mk::host::Launch* launches, mk::host::Simulation* simulation) { \
-        return mk::host::Simulator(NAME##_entry, launches, *simulation).run();                        \
-    }                                                                                                 \
+// Exports NAME_entry, for a lane to run, and NAME_attach: to be called before, with the runtime. It returns the size of the
+// parameters, for the check that Python means the same struct.
+#define MK_KERNEL(NAME, PARAMS, p)                                                                       \
+    static void NAME##_body(const PARAMS& p);                                                            \
+    MK_EXPORT void NAME##_entry(const void* params) { NAME##_body(*static_cast<const PARAMS*>(params)); } \
+    MK_EXPORT mk::u64 NAME##_attach(const mk::host::Runtime* runtime) {                                  \
+        return mk::host::attach(runtime), sizeof(PARAMS);                                                \
+    }                                                                                                    \
     static void NAME##_body(const PARAMS& p)
 
 namespace mk {
@@ -44,7 +41,7 @@ public:
     Scratch scratch() const { return self_->team->scratch; }
 
     void sync() const {
-        if (lanes_ > 1) self_->team->barrier();
+        if (lanes_ > 1) host::runtime().meet(*self_->team);
     }
 
     // Lane 0's verdict, to all lanes; also orders what lane 0 acquired before what they read next.

@@ -1,7 +1,11 @@
 // The proxy: a thread that takes what kernels ask for out of their queue, has network cards write it to peers, and raises
 // signals for what peers have written here. It never calls CUDA, since a running kernel may depend on it.
+#include <sched.h>
+#include <time.h>
+
 #include <atomic>
 #include <mutex>
+#include <thread>
 
 #include "cards.h"
 #include "command_reader.h"
