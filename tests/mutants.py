@@ -128,6 +128,15 @@ class Mutant(NamedTuple):
 
 
 H = "include/mkernel/"
+OFFERED = (
+    "launch.stand_by([&] {\n"
+    "                const bool is_there = launch.sees(signal, 1);\n"
+    "                if (!is_there) courier.go_on();\n"
+    "                return is_there;\n"
+    "            });\n"
+    "            "
+    "if (!launch.wait(launch.agent(), signal, 1, {Awaited::partial, peer, u64(number)}))"
+)
 WAIT_FOR_PARTIALS = (
     "if (!launch.wait(launch.agent(), partials.signal(rank, number), 1, partial)) return false;"
 )
@@ -336,9 +345,9 @@ MUTANTS = {
     ),
     "wait for what is offered": Mutant(
         H + "reduction.cuh",
-        "if (!launch.wait(launch.agent(), signal, 1, {Awaited::partial, peer, u64(number)}))",
+        OFFERED,
         "if (!launch.live())",
-        SANITIZED,
+        INTERLEAVINGS,
     ),
     "offer of another rank": Mutant(
         H + "reduction.cuh",
