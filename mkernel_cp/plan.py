@@ -480,7 +480,6 @@ LINK_RATE = 350e9  # bytes per second into a rank
 # Bytes per second that a block brings if it does nothing else, and operations per second of a
 # multiprocessor: as on an H100. In what part of the time of a product its rows are to be there.
 _MOVER_RATE, _PROCESSOR_RATE, _IN_TIME = 20e9, 6e12, 0.8
-_PROCESSORS = 132
 _LEAST_MOVERS = 4
 
 
@@ -1449,16 +1448,15 @@ def pulls_partials(
     """Return whether partial sums are to be pulled: stores at peers hold up who multiplies.
 
     Where a product takes less time than its sums do on the links, these wait for nothing: the
-    sooner each is under way the better. Nor is a stage given up for it. `k`: the largest of all
-    ranks.
+    sooner each is under way the better. Nor is a stage given up for it.
     """
     if kind is not GemmReduceScatterPlan or gpu is None or chosen.engine != "hopper":
         return False
     if bringing(chosen, gpu.shared_bytes).stages < chosen.stages:
         return False
-    waves = sum(tile_counts(row_counts, n, chosen.tile)) * chosen.cluster / _PROCESSORS
+    waves = sum(tile_counts(row_counts, n, chosen.tile)) * chosen.cluster / gpu.processors
     ranks = len(row_counts)
-    multiplying = 2 * k / (_PROCESSORS * _PROCESSOR_RATE)  # of an element of the result
+    multiplying = 2 * k / (gpu.processors * _PROCESSOR_RATE)  # of an element of the result
     travelling = (ranks - 1) / ranks * transfer_dtype.itemsize / LINK_RATE
     return waves > _LEAST_WAVES_PULLED and multiplying > travelling
 

@@ -68,28 +68,28 @@ class ReductionOperator(GemmOperator):
         # Peers read nothing of a, so its order is this rank's own affair.
         by_columns = self._prefers_columns("a", a) is True and self._columns_are_readable()
 
-        def compile_and_tell() -> int:
+        def compile_and_vote() -> bool:
             self._load(by_columns)
-            return self._spec.k
+            return self._prefers_to_pull()
 
-        def need(k: list[int]) -> tuple[int, int]:
-            zones = self._zones(self._pulls(max(k)))
+        def need(votes: list[bool]) -> tuple[int, int]:
+            zones = self._zones(any(votes))
             return sum(slots for slots, _ in zones), sum(slots * nbytes for slots, nbytes in zones)
 
-        k = max(self._runtime.agreement(self._what, need, compile_and_tell))
-        self._pulled = self._pulls(k)
+        # K_r, and so the answer, may differ between ranks: the one that multiplies longest counts.
+        self._pulled = any(self._runtime.agreement(self._what, need, compile_and_vote))
         if self._pulled and self._mapped:
             self._tile = plans.bringing(self._tile, self._runtime.machine.gpu.shared_bytes)
         return by_columns
 
-    def _pulls(self, k: int) -> bool:
-        """Return whether partial sums are pulled; `k`: the largest of all ranks."""
+    def _prefers_to_pull(self) -> bool:
+        """Return whether partial sums are to be pulled, as far as this rank knows."""
         spec, runtime = self._spec, self._runtime
         if self._one_shot or runtime.size == 1 or runtime.num_nodes > 1:
             return False
         return plans.pulls_partials(
             *(self.plan_type, self._tile, runtime.machine.gpu),
-            *(spec.row_counts, spec.n, k, spec.transfer_dtype),
+            *(spec.row_counts, spec.n, spec.k, spec.transfer_dtype),
         )
 
     def _columns_are_readable(self) -> bool:
