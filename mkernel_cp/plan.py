@@ -432,17 +432,37 @@ class HopperTile:
         }
 
     def boxes(
-        self, dtype: np.dtype, a_by_columns: bool, b_by_columns: bool, sides: int = 1
+        self,
+        dtype: np.dtype,
+        a_by_columns: bool,
+        b_by_columns: bool,
+        *,
+        a_rows: int | None = None,
+        b_columns: int | None = None,
+        sides: int = 1,
     ) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return what tensor copies bring of A and of B at a time: (of a line, lines).
 
-        `sides`: in how many places the columns of a tile are.
+        Parameters
+        ----------
+        dtype : numpy.dtype
+        a_by_columns, b_by_columns : bool
+            Whether their columns are the lines, and not their rows.
+        a_rows, b_columns : int, optional
+            That there are: what lies beyond them takes a copy longer than what there is.
+        sides : int, optional
+            In how many places the columns of a tile are.
         """
         rows, columns, _ = self.tile
         run = 128 // dtype.itemsize
-        a_lines = run if a_by_columns else _ROW_BOX if self.row_step else rows // self.cluster
-        b_lines = columns // self.cluster // sides if b_by_columns else run
-        return (run, a_lines), (run, b_lines)
+
+        def box(across: bool, lines: int, most: int | None) -> tuple[int, int]:
+            return run, run if across else lines if most is None else min(lines, max(1, most))
+
+        return (
+            box(a_by_columns, _ROW_BOX if self.row_step else rows // self.cluster, a_rows),
+            box(not b_by_columns, columns // self.cluster // sides, b_columns),
+        )
 
 
 _HOPPER_GATE = 512

@@ -874,7 +874,7 @@ MUTANTS = {
         H + "engine/hopper.cuh", "x, y, i32(source));", "x, y, 0);", EMULATED_GATHER
     ),
     "rows of an expert: a box over the next one's": Mutant(
-        H + "sink.cuh", "return to_->mapped && whole ?", "return to_->mapped ?", EMULATED_GATHER
+        H + "sink.cuh", "return to_->box_lines && whole ?", "return to_->box_lines ?", EMULATED_GATHER
     ),
     "rows of an expert: a box over rows that are none": Mutant(
         "moe_dispatch_gemm.cu",

@@ -255,9 +255,9 @@ class AllGatherGemm(GemmOperator):
         to.row_stride, to.column_stride = (1, stride) if by_columns else (stride, 1)
         if self._mapped and rows and plan.k:
             extents = (rows, plan.k) if by_columns else (plan.k, rows)
-            box, _ = self._tile.boxes(spec.dtype, by_columns, False)
+            box, _ = self._tile.boxes(spec.dtype, by_columns, False, a_rows=rows)
             words = self._runtime.machine.tensor_map(
                 address, spec.dtype, extents, (plan.pitch(rank),), box, tf32=spec.options.tf32
             )
-            to.map.opaque[:], to.mapped = words, 1
+            to.map.opaque[:], to.box_lines = words, box[1]
         return to

@@ -215,7 +215,11 @@ class GemmOperator(Operator):
             to.data = operand.shadow.ctypes.data
             to.row_stride, to.column_stride = operands.element_steps(operand.shadow)
         if self._mapped:
-            first, second = self._tile.boxes(spec.dtype, self._a_by_columns, self._b_by_columns)
+            first, second = self._tile.boxes(
+                *(spec.dtype, self._a_by_columns, self._b_by_columns),
+                a_rows=a.shadow.shape[0],
+                b_columns=spec.n,
+            )
             for to, operand, by_columns, box in (
                 (params.a, a, self._a_by_columns, first),
                 (params.b, b, self._b_by_columns, second),

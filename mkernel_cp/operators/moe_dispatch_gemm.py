@@ -701,9 +701,9 @@ class Reading:
             stride, to.row_stride, to.column_stride = self._steps(w.shadow)
             return stride * self._dtype.itemsize
         extents, pitches = self._steps(w.shadow)
-        box = *self._tile.boxes(self._dtype, False, self._by_columns, sides)[1], 1
-        to.mapped = int(w.shadow.size > 0)
-        if to.mapped:
+        box = *self._tile.boxes(self._dtype, False, self._by_columns, sides=sides)[1], 1
+        to.box_lines = box[1] if w.shadow.size else 0
+        if to.box_lines:
             to.map.opaque[:] = machine.tensor_map(to.data, self._dtype, extents, pitches, box)
         return pitches[1]
 

@@ -186,8 +186,8 @@ def map_lines(
     `tf32`: what it loads is rounded.
     """
     lines = aligned_lines(array, by_columns)
-    to.mapped = int(lines is not None and array.size > 0)
-    if to.mapped:
+    to.box_lines = box[1] if lines is not None and array.size else 0
+    if to.box_lines:
         extents, pitch = lines
         to.map.opaque[:] = machine.tensor_map(
             array.ctypes.data, array.dtype, extents, (pitch,), box, tf32=tf32

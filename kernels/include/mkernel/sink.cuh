@@ -107,7 +107,7 @@ public:
     // Where boxes of so many rows may be stored through a map; the last rows may be others than the tile's, so not always.
     MK_DEVICE const TensorMap* map(const Tile& tile, u32 box_rows) const {
         const bool whole = u32(tile.rows.size()) % box_rows == 0 || first_row(tile) + tile.rows.size() == rows_;
-        return to_->mapped && whole ? &to_->map : nullptr;
+        return to_->box_lines && whole ? &to_->map : nullptr;
     }
     MK_DEVICE i64 first_row(const Tile& tile) const {
         return (row_start_ ? row_start_[tile.source] : 0) + tile.rows.begin;

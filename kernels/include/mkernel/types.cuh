@@ -237,7 +237,7 @@ struct Split {
 // A strided matrix; strides in elements.
 struct Matrix {
     TensorMap map;  // for engines with tensor copies
-    u64 mapped;     // whether there is one
+    u64 box_lines;  // that it brings or stores at a time; 0 if there is no map
     void* data;
     i64 row_stride;
     i64 column_stride;

@@ -81,7 +81,8 @@ constexpr u32 step_bytes = 32, steps = line_bytes / step_bytes;
 
 // A panel in a stage: `extent` rows of A or columns of B, by a line of k, loaded by `parts` blocks of the cluster. Lines
 // are along k, one for each of the extent; or, where k is not contiguous (of 16 bits only), across it: a box of 64
-// lines, one for each of k, holds 64 of the extent, and box follows box. `own_box`: along k too, if it is not 0.
+// lines, one for each of k, holds 64 of the extent, and box follows box. `own_box`: along k too, if it is not 0. Along k a
+// box has no more lines than the matrix, as those beyond its edge take longer than others to load.
 template <class T, u32 extent, bool across, u32 parts, u32 own_box = 0>
 struct Panel {
     static constexpr u32 line = line_bytes / sizeof(T);
@@ -101,7 +102,10 @@ struct Panel {
             load(to + i * line_bytes, i32(across ? first + i : k), i32(across ? k : first + i));
         }
     }
-    static MK_DEVICE u32 bytes_of(u32 wanted) { return (wanted + box - 1) / box * box_bytes; }
+    // `lines`: of a box of the matrix.
+    static MK_DEVICE u32 bytes_of(u32 wanted, u32 lines) {
+        return (wanted + box - 1) / box * (across ? box_bytes : lines * line_bytes);
+    }
     static MK_DEVICE u64 descriptor(const u8* from) {
         return ptx::operand_descriptor(ptx::shared_address(from), box_bytes);
     }
@@ -157,8 +161,8 @@ private:
 };
 
 // How boxes of B come: of a matrix to all blocks of the cluster, of a stack from the one of the tile's source.
-MK_DEVICE const TensorMap& map_of(const Matrix& b) { return b.map; }
-MK_DEVICE const TensorMap& map_of(const MatrixStack& b) { return b.first.map; }
+MK_DEVICE const Matrix& mapped_of(const Matrix& b) { return b; }
+MK_DEVICE const Matrix& mapped_of(const MatrixStack& b) { return b.first; }
 MK_DEVICE void load_factor(const Matrix&, const TensorMap* map, u32, void* to, u64* barrier, i32 x, i32 y) {
     if (cluster == 1) ptx::load_box(to, map, barrier, x, y);
     else ptx::load_box_to((1 << cluster) - 1, to, map, barrier, x, y);
@@ -336,11 +340,11 @@ public:
     // Where a panel of B is, as all threads of a warp know it, one of which loads it.
     struct Columns {
         const TensorMap* map;
-        u32 source, column, wanted;  // columns
+        u32 lines, source, column, wanted;  // columns
 
         MK_DEVICE Columns(const Factor& b, const Tile& tile)
-            : map(ptx::uniform(&map_of(b))), source(ptx::uniform(u32(tile.source))),
-              column(ptx::uniform(u32(tile.columns.begin))),
+            : map(ptx::uniform(&mapped_of(b).map)), lines(ptx::uniform(u32(mapped_of(b).box_lines))),
+              source(ptx::uniform(u32(tile.source))), column(ptx::uniform(u32(tile.columns.begin))),
               wanted(halves ? ptx::uniform(width(tile)) : columns) {}
     };
     static MK_DEVICE void load_b(Shared& shared, u32 slot, u32 rank, const Factor& b, const Columns& from, u32 k) {
@@ -353,7 +357,7 @@ public:
                 },
                 from.wanted / sides);
     }
-    static MK_DEVICE u32 bytes_of_b(const Columns& from) { return sides * B::bytes_of(from.wanted / sides); }
+    static MK_DEVICE u32 bytes_of_b(const Columns& from) { return sides * B::bytes_of(from.wanted / sides, from.lines); }
 
     // Finds rows that lie apart, a tile ahead of who stores: looking for them takes long. Of no depth it finds none.
     template <class Source, class Gate>
@@ -403,7 +407,7 @@ public:
         bool mine = threadIdx.x < 32;  // the next panel
         Gathered<T, rows> lines;
         Turn<stages> turn;
-        if (ptx::elect()) ptx::acquire_map(&map_of(b));
+        if (ptx::elect()) ptx::acquire_map(&mapped_of(b).map);
         for (Turn<1> tiles;; tiles.advance()) {
             ptx::wait(&shared.next.found, tiles.parity);
             if (!shared.next.more) break;
@@ -445,7 +449,7 @@ public:
         bool arrived = launch.live();
         Turn<stages> turn;
         Turn<1> awaited[consumers];
-        if (ptx::elect()) ptx::acquire_map(&map_of(b));
+        if (ptx::elect()) ptx::acquire_map(&mapped_of(b).map);
         for (Tile whole : shared.schedule) {
             const Tile tile = share(whole);
             const Rows rows_of_a = source(tile);
@@ -453,7 +457,8 @@ public:
             if (map != a_map && ptx::elect()) ptx::acquire_map(map);
             a_map = map;
             const u32 first_row = ptx::uniform(u32(rows_of_a.first));
-            const u32 height = flexible ? ptx::uniform(u32(tile.rows.size())) : rows;
+            const u32 height = tile.rows.size() > 0 ? ptx::uniform(u32(tile.rows.size())) : 0;
+            const u32 lines = ptx::uniform(u32(rows_of_a.matrix.box_lines));
             const Columns from(b, tile);
             for (Range piece : Blocks(depth, gate_k)) {
                 arrived = arrived && (tile.rows.size() <= 0 || gate(warp, tile, piece));
@@ -465,7 +470,7 @@ public:
                     u64* const loaded = &shared.loaded[slot];
                     ptx::wait(&shared.used[slot], turn.parity ^ 1);
                     if (ptx::elect()) {
-                        ptx::arrive_expect(loaded, A::bytes_of(height) + bytes_of_b(from));
+                        ptx::arrive_expect(loaded, A::bytes_of(height, lines) + bytes_of_b(from));
                         A::load(shared.a[slot], 0, first_row, first,
                                 [&](u8* to, i32 x, i32 y) { ptx::load_box(to, map, loaded, x, y); }, height);
                         load_b(shared, slot, rank, b, from, first);
@@ -971,7 +976,7 @@ MK_DEVICE void expect(const Matrices&... matrices) {
     const Matrix* const all[] = {&matrices...};
     MK_UNROLL
     for (const Matrix* matrix : all)
-        if (matrix->mapped) ptx::prefetch_map(&matrix->map);
+        if (matrix->box_lines) ptx::prefetch_map(&matrix->map);
 }
 
 // The interface is that of host.cuh. What this engine needs beyond it:
