@@ -330,19 +330,22 @@ def default_tile(dtype: np.dtype) -> PortableTile:
     return PortableTile((128, 128 if dtype.itemsize == 8 else 256, 128 // dtype.itemsize), 4)
 
 
-def portable_tile(dtype: np.dtype, options: Options, shared_bytes: int) -> PortableTile:
+def portable_tile(
+    dtype: np.dtype, options: Options, shared_bytes: int, *, small: bool = False
+) -> PortableTile:
     """Choose the tile of engine/portable.cuh for a GPU with so much shared memory per block.
 
-    A large tile goes before many stages, of which two will do.
+    A large tile goes before many stages, of which two will do. `small`: not of the largest.
     """
     shortest, longest = (size // dtype.itemsize for size in _LINE_BYTES)
     default = default_tile(dtype)
     if options.tile is None:
-        tiles = [(*default.tile[:2], shortest), *((rows, 128, shortest) for rows in (128, 64, 32))]
+        shapes = [default.tile[:2], *((rows, 128) for rows in (128, 64, 32))]
+        tiles = [(*shape, shortest) for shape in shapes[2 if small else 0 :]]
     else:
         tiles = [options.tile]
     candidates = [PortableTile(tile, stages) for tile in tiles for stages in (4, 3, 2)]
-    if options.tile in (None, default.tile):
+    if options.tile == default.tile or (options.tile is None and not small):
         candidates.insert(0, default)
     fits = (choice for choice in candidates if choice.shared_bytes(dtype, dtype) <= shared_bytes)
     chosen = next(fits, candidates[-1])
@@ -482,6 +485,7 @@ _HALF_TILE = 0.55  # of the time of a whole one
 # drift apart then, and no longer read at the same time what they share of the weights.
 _GROUP_TILES = ((128, 256, 0, 1.0), (128, 256, _ROW_STEP, 1.0), (128, 128, _ROW_STEP, 0.8))
 _LARGE_GROUP = 896
+_SMALL = 128  # columns, of which a thread has so few sums that there are registers for more
 HOPPER_TILES = tuple((*shape[:2], _HOPPER_GATE) for shape in _HOPPER_TILES)
 # What the start and the end of a tile take as long as, of k, by the blocks that share it.
 _HOPPER_TILE_K = {1: 350, 2: 500}
@@ -542,11 +546,19 @@ def with_courier(tile: HopperTile, shared_bytes: int) -> HopperTile:
 
 
 def hopper_tile(
-    row_counts: tuple[int, ...], n: int, options: Options, gpu: Gpu, k: int, *, gathers: bool
+    row_counts: tuple[int, ...],
+    n: int,
+    options: Options,
+    gpu: Gpu,
+    k: int,
+    *,
+    gathers: bool,
+    small: bool = False,
 ) -> HopperTile | None:
     """Choose the tile of engine/hopper.cuh; None if the options ask for one that it cannot take.
 
-    `gathers`: rows of A come from peers, and the last tiles may be halved.
+    `gathers`: rows of A come from peers, and the last tiles may be halved. `small`: it has few
+    columns.
     """
     processors = min(gpu.processors, options.sm_budget or gpu.processors)
     movers = options.split[0] if gathers and options.split and len(row_counts) > 1 else 0
@@ -570,7 +582,7 @@ def hopper_tile(
         return seconds
 
     if options.tile is None:
-        return make(min(_HOPPER_TILES, key=cost))
+        return make(min(_HOPPER_TILES, key=lambda t: (small and t[1] > _SMALL, cost(t))))
     *shape, gate = options.tile
     found = [t for t in _HOPPER_TILES if t[:2] == tuple(shape) and gate % 64 == 0]
     return make(found[0], gate) if found else None
@@ -1024,9 +1036,9 @@ class GemmReduceScatterPlan(GemmPlan):
         Columns of a part that lie together in a slot.
     zones : tuple of (int, int)
         (slots, bytes of one) of each landing zone, on every rank alike.
-    one_shot : bool
-        Every rank tells its product at once to all who add it, in words that need no signals: for
-        few rows.
+    low_latency : bool
+        Sums travel in words that are their own signals, for few rows: each tile to those who add
+        it, and on, before the next one.
     pulled : bool
         Partial sums stay where they were computed until who adds them has them brought; else they
         are stored there at once.
@@ -1042,7 +1054,7 @@ class GemmReduceScatterPlan(GemmPlan):
     part: tuple[int, int]
     piece_columns: int
     zones: tuple[tuple[int, int], ...]
-    one_shot: bool
+    low_latency: bool
     pulled: bool
     stripes: int
 
@@ -1091,8 +1103,8 @@ class GemmReduceScatterPlan(GemmPlan):
     @property
     def bytes_from_peers(self) -> int:
         """Bytes that come to this rank in one call from the ranks of its node."""
-        if self.one_shot:
-            return self._told_bytes(self.row_counts[self.rank], 0)
+        if self.low_latency:
+            return self._told_bytes()
         added = self.rank, *self.topology.sources
         return (self.topology.local_size - 1) * self.sum_bytes(added, self.transfer_dtype)
 
@@ -1105,10 +1117,11 @@ class GemmReduceScatterPlan(GemmPlan):
         slots = self.staged * slot_bytes(sent, received)
         return self.sum_bytes(topology.sources, dtype) + topology.letter_bytes + slots
 
-    def _told_bytes(self, rows: int, exact: int) -> int:
-        """Return the bytes of as many rows of each peer, of which some come as they were summed."""
-        rounded = (len(self.row_counts) - 1) * rows - exact
-        return _told_bytes(exact, rounded, self.n, self.dtype, self.transfer_dtype)
+    def _told_bytes(self, sums: int = 0) -> int:
+        """Return the bytes of peers' products for own rows, and of rows of sums, in words."""
+        own = self.row_counts[self.rank] * self.transfer_dtype.itemsize
+        size = (len(self.row_counts) - 1) * own + sums * self.out_dtype.itemsize
+        return size * round_up(self.n, _TOLD_COLUMNS[self.engine]) * 8 // _TOLD_BYTES
 
     def _parcels(self, rank: int, dtype: np.dtype) -> int:
         """Return in how many slots sums of a rank's rows leave another one."""
@@ -1131,7 +1144,7 @@ class GemmReduceScatterPlan(GemmPlan):
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
         rings = " and then ".join(", ".join(map(str, ring)) for ring in self.topology.rings)
-        order = "ranks from the owner of a row on" if self.one_shot else f"ranks {rings}"
+        order = "ranks from the owner of a row on" if self.low_latency else f"ranks {rings}"
         stripes = (
             f"{self.stripes} stripe{'s' * (self.stripes > 1)} of {self.stripe_columns} columns"
         )
@@ -1143,8 +1156,8 @@ class GemmReduceScatterPlan(GemmPlan):
                 f"{order}; {self.bytes_from_peers} bytes come to this rank, into "
                 f"{self.memory} bytes of slots",
                 *self._between_nodes(self.receivers),
-                "all of it comes in one shot"
-                if self.one_shot
+                "with low latency, in words that are their own signals"
+                if self.low_latency
                 else f"columns are taken in {stripes}",
             )
         )
@@ -1162,8 +1175,8 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
     @property
     def bytes_from_peers(self) -> int:
         """Bytes that come to this rank in one call: partial sums, and the sums of other rows."""
-        if self.one_shot:
-            return self._told_bytes(self.m, self.m - self.row_counts[self.rank])
+        if self.low_latency:
+            return self._told_bytes(self.m - self.row_counts[self.rank])
         pushed = (r for r, holder in enumerate(self.topology.holders) if holder != self.rank)
         return super().bytes_from_peers + self.sum_bytes(pushed, self.out_dtype)
 
@@ -1188,7 +1201,7 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
-        if self.one_shot:
+        if self.low_latency:
             return f"{super().explain()}, and every rank adds all rows"
         return f"{super().explain()}, each handed out to all and stored by {self._movers()}"
 
@@ -1341,17 +1354,19 @@ def choose_tile(
     gpu: Gpu | None,
     *,
     gathers: bool = False,
+    small: bool = False,
 ) -> HostTile | PortableTile | HopperTile:
     """Choose the engine and its tile, for a GPU or for the host target.
 
-    `gathers`: rows of A come from peers, and the last tiles may be halved.
+    `gathers`: rows of A come from peers, and the last tiles may be halved. `small`: a small one, on
+    a GPU.
     """
     if gpu is None:
         return host_tile(row_counts, n, k, options)
     tile = None
     if _takes_hopper(gpu, dtype, options.tf32):
-        tile = hopper_tile(row_counts, n, options, gpu, k, gathers=gathers)
-    return tile or portable_tile(dtype, options, gpu.shared_bytes)
+        tile = hopper_tile(row_counts, n, options, gpu, k, gathers=gathers, small=small)
+    return tile or portable_tile(dtype, options, gpu.shared_bytes, small=small)
 
 
 def choose_split(
@@ -1401,52 +1416,46 @@ def choose_split(
     return split
 
 
-# What one_shot.cuh puts together: columns; and data that a word of 8 bytes carries.
-_GROUP = 4
+# Columns that low_latency.cuh tells together; and data that a word of 8 bytes carries.
+_TOLD_COLUMNS = {"host": 4, "portable": 4, "hopper": 16}
 _TOLD_BYTES = 4
 _HANDOVER_S = 5e-6  # what it takes that bytes are known to be there
 
 
-def _told_bytes(exact: int, rounded: int, n: int, dtype: np.dtype, transfer_dtype: np.dtype) -> int:
-    """Return the bytes of so many rows that come in one shot, as they were summed or rounded.
-
-    What the owner of a row has comes unrounded, so that all who add get what it would get.
-    """
-    size = exact * accumulator_dtype(dtype).itemsize + rounded * transfer_dtype.itemsize
-    return size * math.ceil(n / _GROUP) * _GROUP * 8 // _TOLD_BYTES
-
-
-def is_one_shot(
+def has_low_latency(
     kind: type["GemmReduceScatterPlan"],
     row_counts: tuple[int, ...],
     n: int,
-    dtype: np.dtype,
     out_dtype: np.dtype,
     transfer_dtype: np.dtype,
+    tile: HostTile | PortableTile | HopperTile,
+    gpu: Gpu | None,
 ) -> bool:
-    """Return whether ranks are to tell their products at once to all who add them.
+    """Return whether sums are to travel in words that are their own signals.
 
-    More bytes come in, but none has to be handed over, or none twice.
+    They take twice the bytes, but nobody has to find out that these are there. In each wave of
+    tiles all wait for each other.
     """
-    peers, rows = len(row_counts) - 1, max(row_counts)
-    if peers == 0:
+    peers, size, handovers = len(row_counts) - 1, transfer_dtype.itemsize, 1
+    (tiles,) = tile_counts((sum(row_counts),), n, tile.tile)
+    waves = math.ceil(tiles * tile.cluster / gpu.processors) if gpu else 1
+    if peers == 0 or tiles == 0 or (tile.engine == "hopper" and tile.tile[1] > _SMALL):
         return False
     if kind is GemmAllReducePlan:
-        m = sum(row_counts)
-        exact, rounded = m - row_counts[0], peers * m - (m - row_counts[0])
-        handed_out = m * n * peers // (peers + 1) * (transfer_dtype.itemsize + out_dtype.itemsize)
-        handovers = 2
-    else:
-        exact, rounded, handovers = 0, peers * rows, 1
-        handed_out = peers * rows * n * transfer_dtype.itemsize
-    told = _told_bytes(exact, rounded, n, dtype, transfer_dtype)
-    return (told - handed_out) / LINK_RATE < handovers * _HANDOVER_S
+        size, handovers = size + out_dtype.itemsize, 2
+    return peers * max(row_counts) * n * size / LINK_RATE < handovers * _HANDOVER_S / waves
+
+
+def told_elements(row_counts: tuple[int, ...], n: int, tile: tuple[int, int, int]) -> int:
+    """Return the elements of all whole tiles of the rows of all ranks."""
+    (tiles,) = tile_counts((sum(row_counts),), n, tile)
+    return tiles * tile[0] * tile[1]
 
 
 def whole_groups(tile: Any) -> Any:
     """Return a tile whose columns are told in whole groups."""
     rows, columns, k = tile.tile
-    return replace(tile, tile=(rows, round_up(columns, _GROUP), k))
+    return replace(tile, tile=(rows, round_up(columns, _TOLD_COLUMNS[tile.engine]), k))
 
 
 # Movers that store the sums of gemm_allreduce on a GPU, and agents that add what leaves a node.
@@ -1491,7 +1500,7 @@ def plan_reduction(
     out_dtype: np.dtype,
     transfer_dtype: np.dtype,
     chosen: HostTile | PortableTile | HopperTile,
-    one_shot: bool,
+    low_latency: bool,
     options: Options,
     capacity: int = 0,
     nodes: tuple[int, ...] | None = None,
@@ -1505,10 +1514,10 @@ def plan_reduction(
     4, or 2 if partial sums are pulled.
     """
     ranks = len(row_counts)
-    tiled = (sum(row_counts),) if one_shot else row_counts
+    tiled = (sum(row_counts),) if low_latency else row_counts
     tiles = sum(tile_counts(tiled, n, chosen.tile))
     whole = kind is GemmAllReducePlan
-    movers = _COLLECTORS if whole and not one_shot else 1
+    movers = _COLLECTORS if whole and not low_latency else 1
     nodes = nodes or (ranks,)
     adding = inter_reduce(nodes, options, 1 if chosen.engine == "host" else _ADDERS)
     capacity -= sum(adding) + network_agents(nodes, chosen.cluster, sum(adding))
@@ -1536,12 +1545,12 @@ def plan_reduction(
         part=chosen.part,
         piece_columns=chosen.piece_columns(dtype),
         zones=reduction_zones(
-            *(kind, row_counts, n, out_dtype, transfer_dtype, chosen, one_shot, nodes),
+            *(kind, row_counts, n, out_dtype, transfer_dtype, chosen, low_latency, nodes),
             pulled=pulled,
         ),
-        one_shot=one_shot,
+        low_latency=low_latency,
         pulled=pulled,
-        stripes=1 if one_shot or ranks == 1 else stripes,
+        stripes=1 if low_latency or ranks == 1 else stripes,
     )
 
 
@@ -1564,7 +1573,7 @@ def reduction_zones(
     out_dtype: np.dtype,
     transfer_dtype: np.dtype,
     chosen: HostTile | PortableTile | HopperTile,
-    one_shot: bool,
+    low_latency: bool,
     nodes: tuple[int, ...],
     *,
     pulled: bool = False,
@@ -1573,15 +1582,14 @@ def reduction_zones(
 
     The partial sums of each peer for the parts of the rank that adds most; if they are pulled, as
     many that are offered; for `gemm_allreduce` also the sums of all. No slot is used twice in a
-    call, so none is waited for. In one shot nothing but signals: they are the products of all
-    ranks, of what a rank adds. Between nodes the last three are what a rank adds of others' rows,
+    call, so none is waited for. With low latency nothing but signals, which are data, too: partial
+    sums of all peers, and sums. Between nodes the last three are what a rank adds of others' rows,
     what leaves its node of them, and what comes from the other nodes.
     """
-    if one_shot:
-        rows = sum(row_counts) if kind is GemmAllReducePlan else max(row_counts)
-        groups = rows * math.ceil(n / _GROUP)
-        sums = accumulator_dtype(out_dtype)
-        return ((len(row_counts) * groups * _GROUP * sums.itemsize // _TOLD_BYTES, 0),)
+    if low_latency:
+        size = (len(row_counts) - 1) * transfer_dtype.itemsize
+        size += out_dtype.itemsize if kind is GemmAllReducePlan else 0
+        return ((told_elements(row_counts, n, chosen.tile) * size // _TOLD_BYTES, 0),)
     rows, columns = chosen.part
     parts = tile_counts(row_counts, n, (rows, columns, 0))
     added, others = added_parts(parts, nodes)

@@ -26,10 +26,10 @@ STOPPED = ("test_interleavings.py::test_a_stopped_rank_ends_all_waits_at_a_deadl
 FAILURES = ("test_failure.py",)
 DIFFERENT_SUMS = ("test_failure.py::test_sums_that_differ_are_told_on_all_ranks",)
 SUMS = ("test_reductions.py",)
-ONE_SHOT = (
+LOW_LATENCY = (
     *(
         "test_interleavings.py::test_every_interleaving_gives_the_right_result"
-        f"[{operator}, one shot-1-split1-4000]"
+        f"[{operator}, low latency-1-split1-4000]"
         for operator in ("gemm_reduce_scatter", "gemm_allreduce")
     ),
     "test_reductions.py::test_sums_start_with_the_owner_and_go_around_the_ring",
@@ -84,6 +84,7 @@ NODE_EXPERT_ORDER = (
 )
 NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_from_node_to_node",)
 EMULATED_GEMM = ("test_emulated_gemm.py",)
+EMULATED_TURN = ("test_emulated_gemm.py::test_who_has_not_called_is_told_nothing",)
 EMULATED_SUMS = ("test_emulated_gemm.py::test_sums_over_ranks",)
 EMULATED_STRIPS = ("test_emulated_gemm.py::test_many_strips_pass_through_few_slots",)
 EMULATED_COURIER = ("test_emulated_gemm.py::test_long_chunks_pass_through_few_slots",)
@@ -421,59 +422,67 @@ MUTANTS = {
     "sums: where strips are swizzled": Mutant(
         H + "sums.cuh", "(begin + pattern - 1) / pattern * pattern", "begin", EMULATED_STRIPS
     ),
-    "one shot: words of an earlier call": Mutant(
-        H + "one_shot.cuh",
-        "const u64 goal = launch.target(0);",
-        "const u64 goal = 1;",
-        ONE_SHOT,
-    ),
-    "one shot: half a pair": Mutant(
-        H + "one_shot.cuh",
-        "come = words_[i] >= goal && come;",
-        "come = (i % 2 || words_[i] >= goal) && come;",
-        ONE_SHOT,
-    ),
-    "one shot: order of sums": Mutant(
-        H + "one_shot.cuh",
-        "return around(owner, step, size);",
-        "return around(owner, size - step, size);",
-        ONE_SHOT,
-    ),
-    "one shot: NaN after a failure": Mutant(
-        H + "one_shot.cuh",
-        "all ? narrow<T>(sums.values[c]) : not_a_number<T>()",
-        "narrow<T>(sums.values[c])",
-        ONE_SHOT,
-    ),
-    "one shot: awaits whom it tells nothing": Mutant(
-        H + "one_shot.cuh",
-        "groups.adds(peer, part.rows) && ",
-        "",
-        ONE_SHOT,
-    ),
-    "one shot: awaits who adds no rows": Mutant(
-        H + "one_shot.cuh",
-        "rows.size() > 0 && ",
-        "",
-        ONE_SHOT,
-    ),
-    "one shot: rows behind the last": Mutant(
+    "hopper: bytes of a box with fewer rows": Mutant(
         H + "engine/hopper.cuh",
-        "if (row >= part.rows.end || has_failed(shared)) break;",
-        "if (has_failed(shared)) break;",
+        "(across ? box_bytes : lines * line_bytes)",
+        "box_bytes",
         EMULATED_SUMS,
     ),
-    "one shot: a turn ahead of those who tell": Mutant(
-        H + "engine/hopper.cuh",
-        "ptx::wait(&shared.ready[consumer][0], told.parity);",
+    "low latency: words of an earlier call": Mutant(
+        H + "low_latency.cuh",
+        "asked[i].missing(from + i * step, launch.target(0));",
+        "asked[i].missing(from + i * step, 1);",
+        LOW_LATENCY,
+    ),
+    "low latency: half a pair": Mutant(
+        H + "low_latency.cuh",
+        "if (words_[i] < goal) first = words + i;",
+        "if (i % 2 == 0 && words_[i] < goal) first = words + i;",
+        LOW_LATENCY,
+    ),
+    "low latency: order of sums": Mutant(
+        H + "low_latency.cuh",
+        "partials(distance) + place * sizeof(Partial) / word_bytes, count, sums);",
+        "partials(launch.size() - distance) + place * sizeof(Partial) / word_bytes, count, sums);",
+        LOW_LATENCY,
+    ),
+    "low latency: NaN in place of a sum": Mutant(
+        H + "low_latency.cuh",
+        "for (u32 i = 0; i < size; ++i) sums[i] = not_a_number<Acc>();",
+        "{}",
+        LOW_LATENCY,
+    ),
+    "low latency: NaN in place of another's sum": Mutant(
+        H + "low_latency.cuh",
+        "launch.live() ? widen(terms.values[c]) : not_a_number<Acc>();",
+        "widen(terms.values[c]);",
+        LOW_LATENCY,
+    ),
+    "low latency: awaits whom it tells nothing": Mutant(
+        H + "low_latency.cuh", "if (has_some(peer, part.rows) && ", "if (", LOW_LATENCY
+    ),
+    "low latency: awaits who has no rows": Mutant(
+        H + "low_latency.cuh", "return start[0] < start[1] && ", "return ", LOW_LATENCY
+    ),
+    "low latency: awaits nobody": Mutant(
+        H + "low_latency.cuh", "if (has_some(peer, part.rows) && ", "if (false && ", LOW_LATENCY
+    ),
+    "low latency: rows of others": Mutant(
+        H + "low_latency.cuh",
+        "if (kept.rows.end > plan_->kept_end) kept.rows.end = plan_->kept_end;",
         "",
         EMULATED_SUMS,
     ),
-    "one shot: awaits nobody": Mutant(
-        H + "one_shot.cuh",
-        "groups.adds(peer, part.rows) && ",
-        "false && ",
-        ONE_SHOT,
+    "low latency: boxes that begin before the matrix": Mutant(
+        H + "low_latency.cuh", "plan_->kept_begin <= tile.rows.begin && ", "", EMULATED_SUMS
+    ),
+    "low latency: a turn ahead of who begins": Mutant(
+        H + "engine/hopper.cuh",
+        "ptx::wait(&shared.awaited[consumer], awaited.parity);\n"
+        "        awaited.advance();\n"
+        "        if (has_failed(shared)) self.drop();",
+        "if (has_failed(shared)) self.drop();",
+        EMULATED_TURN,
     ),
     "hopper: partial sums loaded too early": Mutant(
         H + "engine/hopper.cuh",
@@ -874,7 +883,10 @@ MUTANTS = {
         H + "engine/hopper.cuh", "x, y, i32(source));", "x, y, 0);", EMULATED_GATHER
     ),
     "rows of an expert: a box over the next one's": Mutant(
-        H + "sink.cuh", "return to_->box_lines && whole ?", "return to_->box_lines ?", EMULATED_GATHER
+        H + "sink.cuh",
+        "return to_->box_lines && whole ?",
+        "return to_->box_lines ?",
+        EMULATED_GATHER,
     ),
     "rows of an expert: a box over rows that are none": Mutant(
         "moe_dispatch_gemm.cu",

@@ -19,7 +19,8 @@ from mkernel_cp.attention_plan import (
 
 pytestmark = pytest.mark.nvrtc
 
-KERNELS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "gemm_reduce_one_shot")
+FEW_ROWS = "gemm_reduce_low_latency"  # has small tiles
+KERNELS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", FEW_ROWS)
 # Bytes that a thread may keep in memory for want of registers. Where all warps of a block have the
 # same number, consumers of a tile lack a few between panels. Whoever sums over ranks lacks some
 # while it delivers a tile.
@@ -30,8 +31,7 @@ MAY_SPILL = {
     ("gemm_reduce_scatter", "sm_90a"): 192,
     ("gemm_allreduce", "sm_80"): 960,
     ("gemm_allreduce", "sm_90a"): 192,
-    ("gemm_reduce_one_shot", "sm_80"): 160,
-    ("gemm_reduce_one_shot", "sm_90a"): 64,
+    (FEW_ROWS, "sm_90a"): 64,
     # What a thread knows of tokens and of a second product is kept in memory while it multiplies.
     ("moe_dispatch_gemm", "sm_80"): 64,
     ("moe_dispatch_gemm", "sm_90a"): 192,
@@ -56,7 +56,8 @@ MACROS = {"plain": {}, **{f"{a}-{out}": {"MK_TYPE": a, "MK_OUT_TYPE": out} for a
 # All of one kernel; of the others, which have the same engines, what differs most.
 VARIANTS = [
     *itertools.product(KERNELS[:1], ARCHITECTURES, MACROS),
-    *itertools.product(KERNELS[1:], ["sm_80"], ["plain"]),
+    *itertools.product(KERNELS[1:3], ["sm_80"], ["plain"]),
+    (FEW_ROWS, "sm_80", "bfloat16-bfloat16"),
     *itertools.product(KERNELS[1:], ["sm_90a"], ["double-double"]),
 ]
 
@@ -100,7 +101,12 @@ def complaint(cubin, log, entry, architecture="sm_90a", *, traced=False, limit=N
 
 @pytest.mark.parametrize(("name", "architecture", "macros"), VARIANTS)
 def test_compiles_as_device_code_without_spills(name, architecture, macros):
-    cubin, log = compile_kernel(name, architecture, MACROS[macros])
+    chosen = MACROS[macros]
+    if name == FEW_ROWS:
+        dtype = np.dtype(macros.split("-")[0].replace("double", "float64"))
+        tile = plan.portable_tile(dtype, plan.Options(), SHARED_BYTES[architecture], small=True)
+        chosen = chosen | tile.defines(dtype)
+    cubin, log = compile_kernel(name, architecture, chosen)
     found = complaint(cubin, log, name, architecture)
     assert found is None, found
 
@@ -129,13 +135,16 @@ TF32 = ("tfloat32", "float")
     [
         *itertools.product(KERNELS[:1], HALVES, [1, 2]),
         *itertools.product(KERNELS[1:], HALVES[:1], [1]),
-        *itertools.product(KERNELS[1:], HALVES[3:], [2]),
-        *itertools.product(KERNELS[:2], [TF32], [1]),
+        *itertools.product(KERNELS[1:3], HALVES[3:], [2]),
+        (FEW_ROWS, HALVES[3], 1),
+        *itertools.product((*KERNELS[:2], FEW_ROWS), [TF32], [1]),
     ],
 )
 def test_compiles_with_the_hopper_engine(name, types, cluster):
     """Neither serialised multiplies nor a dropped setmaxnreg, which ptxas only mentions."""
     macros = hopper(types, cluster) | {"MK_B_BY_COLUMNS": int(types == TF32)}
+    if name == FEW_ROWS:
+        macros["MK_TILE_COLUMNS"] = 64 if types == HALVES[0] else 128
     if name != "allgather_gemm":
         macros["MK_TRANSFER_TYPE"] = types[1]
     cubin, log = compile_kernel(name, "sm_90a", macros)

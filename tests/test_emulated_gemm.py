@@ -174,6 +174,44 @@ def test_many_strips_pass_through_few_slots(on, seed, transfer, monkeypatch):
         worlds.run(2, program)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_who_has_not_called_is_told_nothing(on, engine):
+    """Its arena may still hold what it needs in an earlier call."""
+
+    def program(comm):
+        a, b = (worlds.put(comm, np.ones(shape, np.float16)) for shape in ((24, 16), (16, 40)))
+        with mk.GemmAllReduce(a, b, comm=comm) as step:
+            assert step.plan.low_latency
+            step(a, b)
+            comm.mpi.allgather(None)
+            if comm.rank == 1:
+                before = worlds.signals(comm).copy()
+                time.sleep(0.3)
+                assert (worlds.signals(comm) == before).all()
+            out = step(a, b)
+            assert (worlds.get(comm, out) == 32).all()
+
+    on(engine)
+    with worlds.sums("low latency"):
+        worlds.run(2, program)
+
+
+@pytest.mark.parametrize(("columns", "n"), [(64, 130), (128, 260)])
+@pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_allreduce"])
+def test_few_rows_in_tiles_of_any_width(on, operator, columns, n):
+    """Each of three owners has rows of some warps, and of some instructions of a warp."""
+    half = "bfloat16"
+    case = ReductionCase("few", (5, 27, 9), n, (40, 130, 8), half, half, transfer_dtype=half)
+
+    def program(comm):
+        out, expected = sums.call_case(operator, comm, case, 3, tile=(128, columns, 64))
+        expected.assert_close(out)
+
+    on("hopper")
+    with worlds.sums("low latency"):
+        worlds.run(3, program)
+
+
 @pytest.mark.parametrize("form", worlds.SUMS)
 def test_sums_of_pairs_of_blocks(on, monkeypatch, form):
     """The second block of a pair has no rows of some tiles."""

@@ -366,13 +366,13 @@ KINDS = plans.GemmReduceScatterPlan, plans.GemmAllReducePlan
 
 
 def make_reduction(
-    kind, case, rank, options=OPTIONS[0], one_shot=False, nodes=None, *, pulled=False
+    kind, case, rank, options=OPTIONS[0], low_latency=False, nodes=None, *, pulled=False
 ):
     k, dtype = case.k_per_rank[rank], np.dtype(case.dtype)
     tile = plans.choose_tile(case.row_counts, case.n, k, dtype, options, None)
     return plans.plan_reduction(
         *(kind, rank, case.row_counts, case.n, k, dtype, np.dtype(case.out_dtype)),
-        *(np.dtype(case.transfer_dtype), tile, one_shot, options),
+        *(np.dtype(case.transfer_dtype), tile, low_latency, options),
         nodes=nodes,
         pulled=pulled,
     )
@@ -445,48 +445,57 @@ def test_stripes_are_whole_tiles_and_cover_the_columns():
             assert plan.stripes * plan.stripe_columns >= case.n
 
 
-def test_few_rows_are_summed_in_one_shot():
-    bfloat16, float32 = np.dtype("bfloat16"), np.dtype(np.float32)
+def test_few_rows_are_summed_with_low_latency():
+    bfloat16 = np.dtype("bfloat16")
     scatter, whole = KINDS
-    for rows, wanted in ((16, KINDS), (64, (scatter,)), (1024, ())):
+    small = plans.choose_tile((64,), 8192, 1024, bfloat16, OPTIONS[0], H100, small=True)
+
+    def chosen(kind, counts, n=8192, tile=small):
+        return plans.has_low_latency(kind, counts, n, bfloat16, bfloat16, tile, H100)
+
+    for rows, wanted in ((16, True), (96, True), (192, False)):
         counts = mk.reference.array_split_counts(rows, 4)
         for kind in KINDS:
-            chosen = plans.is_one_shot(kind, counts, 8192, bfloat16, bfloat16, bfloat16)
-            assert chosen is (kind in wanted)
+            assert chosen(kind, counts) is wanted
     # Who adds most has the last word.
-    assert not plans.is_one_shot(scatter, (0, 64, 0, 0), 20000, bfloat16, bfloat16, bfloat16)
-    assert not plans.is_one_shot(whole, (16,), 64, float32, float32, float32)
+    assert not chosen(scatter, (0, 64, 0, 0))
+    assert not chosen(whole, (16,), 64)
+    # Several waves of tiles, in each of which all wait.
+    assert not chosen(whole, (8, 8), 20 * 8192)
+    # Whose sums leave no registers.
+    large = plans.choose_tile((8192,), 8192, 1024, bfloat16, OPTIONS[0], H100)
+    assert large.tile[1] > small.tile[1]
+    assert not chosen(whole, (16, 16), 64, large)
 
 
-def test_bytes_of_one_shot_are_those_of_words():
+def test_bytes_with_low_latency_are_those_of_words():
     case = ReductionCase("x", (2, 1), 5, (3, 4), "bfloat16", "bfloat16", transfer_dtype="bfloat16")
-    plan = make_reduction(plans.GemmAllReducePlan, case, 0, one_shot=True)
-    # Of 8 columns: one row in float32 and two in bfloat16, and as many bytes of signals.
-    assert plan.bytes_from_peers == 2 * (8 * 4 + 2 * 8 * 2)
-    # Words of two ranks for three rows.
-    assert plan.zones == ((2 * 3 * 8, 0),)
-    assert plan.memory == 8 * 48
-    # Own rows of the peer in bfloat16, and room for as many of two ranks as one of them adds.
+    plan = make_reduction(plans.GemmAllReducePlan, case, 0, low_latency=True)
+    # Of 8 columns: two rows of products, one of sums, and as many bytes of signals.
+    assert plan.bytes_from_peers == 2 * (2 * 8 * 2 + 8 * 2)
+    # Words for products of a peer, and sums, of two tiles of 2 x 5.
+    assert plan.zones == ((2 * 2 * 5, 0),)
+    assert plan.memory == 8 * 20
     for rank, rows in enumerate((2, 1)):
-        plan = make_reduction(plans.GemmReduceScatterPlan, case, rank, one_shot=True)
+        plan = make_reduction(plans.GemmReduceScatterPlan, case, rank, low_latency=True)
         assert plan.bytes_from_peers == rows * 2 * 8 * 2
-        assert plan.zones == ((2 * 2 * 8, 0),)
+        assert plan.zones == ((2 * 5, 0),)
 
 
-@pytest.mark.parametrize("one_shot", [False, True])
+@pytest.mark.parametrize("low_latency", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_plans_of_sums_are_explained_and_kept(kind, one_shot, tmp_path):
+def test_plans_of_sums_are_explained_and_kept(kind, low_latency, tmp_path):
     case = cases("reduction", count=1, seed=3, world=3)[-1]
-    plan = make_reduction(kind, case, 1, one_shot=one_shot)
+    plan = make_reduction(kind, case, 1, low_latency=low_latency)
     text = plan.explain()
-    order = "ranks from the owner of a row on" if one_shot else "ranks 1, 2, 0"
+    order = "ranks from the owner of a row on" if low_latency else "ranks 1, 2, 0"
     for fact in (kind.operator, order, str(plan.bytes_from_peers), str(plan.memory)):
         assert fact in text
     plan.save(tmp_path / "plan.json")
     assert kind.load(tmp_path / "plan.json") == plan
-    again = make_reduction(kind, case, 1, plan.options, one_shot)
+    again = make_reduction(kind, case, 1, plan.options, low_latency)
     assert again == plan
-    assert ("one shot" in text) is one_shot
+    assert ("low latency" in text) is low_latency
     other = KINDS[kind is KINDS[0]]
     with pytest.raises(ValueError, match=f"no plan of {other.operator}"):
         other.load(tmp_path / "plan.json")

@@ -283,7 +283,7 @@ def test_counted_bytes_are_the_plans(operator):
                 own = comm.row_counts(m)[comm.rank]
                 partials, sums = 2 * own * n * size, (m - own) * n * 4
                 whole = operator == "gemm_allreduce"
-                if not step.plan.one_shot:
+                if not step.plan.low_latency:
                     assert step.plan.bytes_from_peers == partials + whole * sums
 
     worlds.run(3, program)

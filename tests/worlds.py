@@ -147,7 +147,7 @@ def stage(patch, slot_bytes, slots=2):
 
 
 # How partial sums come to who adds them.
-WAYS = ("pushed", "pulled", "one shot")
+WAYS = ("pushed", "pulled", "low latency")
 # The operators that sum over ranks, each in all ways that it has: name, way.
 SUMS = {
     name if way == WAYS[0] else f"{name}, {way}": (name, way)
@@ -162,7 +162,7 @@ def sums(way):
     """Let partial sums come in one way, whatever the shape, if the operator has it."""
     scatter = plan.GemmReduceScatterPlan
     with (
-        mock.patch.object(plan, "_HANDOVER_S", np.inf if way == "one shot" else -np.inf),
+        mock.patch.object(plan, "_HANDOVER_S", np.inf if way == "low latency" else -np.inf),
         mock.patch.object(
             plan, "pulls_partials", lambda kind, *_: way == "pulled" and kind is scatter
         ),
@@ -179,6 +179,12 @@ def poison(comm, byte=NAN):
 def poisoned(comm):
     """Whether nothing has come to this rank's arena since."""
     return bool((_arena_data(comm) == NAN).all())
+
+
+def signals(comm):
+    """Return the signals of this rank's arena."""
+    memory = comm._runtime.memory
+    return memory.segments[memory.arena.number].bytes[: 8 * memory.arena.signals]
 
 
 def _arena_data(comm):

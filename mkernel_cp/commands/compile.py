@@ -21,7 +21,7 @@ _GEMMS = {"allgather_gemm": False, "gemm_reduce_scatter": True, "gemm_allreduce"
 _EXPERTS = "moe_dispatch_gemm", "moe_combine", "moe_layer"
 OPERATORS = (*_GEMMS, "ring_attention", *_EXPERTS)
 # Where an operator has more kernels than that of its name.
-_FORMS = {operator: (operator, "gemm_reduce_one_shot") for operator, sums in _GEMMS.items() if sums}
+_FORMS = {name: (name, "gemm_reduce_low_latency") for name, sums in _GEMMS.items() if sums}
 
 _LINE = "{:<26}{:>10}{:>10}{:>10}"
 

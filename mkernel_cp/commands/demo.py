@@ -124,7 +124,7 @@ def _allgather_gemm(comm: Communicator, case: _GemmCase) -> _Measured:
 
 
 def _sum_cases(size: int) -> Iterator[_GemmCase]:
-    """K is that of one rank; one is too large for one shot, the last has a row for each at most."""
+    """K is that of one rank; one is too large for low latency, the last has few rows."""
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         yield _GemmCase((48,) * size, 64, 96, dtype, dtype)
     yield _GemmCase((1024,) * size, 16, 512, "bfloat16", "bfloat16")

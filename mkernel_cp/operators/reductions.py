@@ -47,7 +47,7 @@ class ReductionSpec(GemmSpec):
 class ReductionOperator(GemmOperator):
     """An operator whose kernel hands partial sums over to the ranks that add them.
 
-    Few rows have another kernel, within one node: all that a rank adds comes in one shot.
+    Few rows have another kernel, within one node: sums travel in words that are their own signals.
     """
 
     plan_type: ClassVar[type[plans.GemmReduceScatterPlan]]
@@ -58,7 +58,7 @@ class ReductionOperator(GemmOperator):
         transfer = spec.transfer_dtype
         tail = plans.tf32_text(spec.options.tf32)
         tail += "" if transfer == spec.dtype else f", partial sums as {transfer.name}"
-        tail += ", one shot" if self._one_shot else ""
+        tail += ", low latency" if self._low_latency else ""
         return (
             f"{self.function}(row_counts={list(spec.row_counts)}, N={spec.n}, {spec.dtype.name} -> "
             f"{spec.out_dtype.name}, tile={self._tile.tile[:2]}{tail})"
@@ -85,7 +85,7 @@ class ReductionOperator(GemmOperator):
     def _prefers_to_pull(self) -> bool:
         """Return whether partial sums are to be pulled, as far as this rank knows."""
         spec, runtime = self._spec, self._runtime
-        if self._one_shot or runtime.size == 1 or runtime.num_nodes > 1:
+        if self._low_latency or runtime.size == 1 or runtime.num_nodes > 1:
             return False
         return plans.pulls_partials(
             *(self.plan_type, self._tile, runtime.machine.gpu),
@@ -94,7 +94,7 @@ class ReductionOperator(GemmOperator):
 
     def _columns_are_readable(self) -> bool:
         """Return whether the engine may read a by columns, in which each rank's rows are a run."""
-        if not self._mapped or self._one_shot:
+        if not self._mapped or self._low_latency:
             return True
         # Tensor copies begin at multiples of 16 bytes of a line, as tiles do if a rank's rows do.
         spec = self._spec
@@ -105,12 +105,12 @@ class ReductionOperator(GemmOperator):
         spec = self._spec
         return plans.reduction_zones(
             *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
-            *(self._tile, self._one_shot, self._runtime.topology.sizes),
+            *(self._tile, self._low_latency, self._runtime.topology.sizes),
             pulled=pulled,
         )
 
     def _make_plan(self, capacity: int) -> plans.GemmReduceScatterPlan:
-        spec, agreed = self._spec, (self._tile, self._one_shot)
+        spec, agreed = self._spec, (self._tile, self._low_latency)
         return plans.plan_reduction(
             *(self.plan_type, self._runtime.rank, spec.row_counts, spec.n, spec.k, spec.dtype),
             *(spec.out_dtype, spec.transfer_dtype, *agreed, spec.options, capacity),
@@ -119,25 +119,30 @@ class ReductionOperator(GemmOperator):
         )
 
     def _kernel_name(self) -> str:
-        return "gemm_reduce_one_shot" if self._one_shot else self.function
+        return "gemm_reduce_low_latency" if self._low_latency else self.function
 
     def _params_name(self) -> str:
-        return "OneShotParams" if self._one_shot else self.params_struct
+        return "LowLatencyParams" if self._low_latency else self.params_struct
 
     def _choose_tile(self) -> Any:
         spec, gpu = self._spec, self._runtime.machine.gpu
-        self._one_shot = self._runtime.num_nodes == 1 and plans.is_one_shot(
-            *(self.plan_type, spec.row_counts, spec.n),
-            *(spec.dtype, spec.out_dtype, spec.transfer_dtype),
-        )
-        # Tiles cross no border between owners, unless each row is told by itself.
-        rows = (sum(spec.row_counts),) if self._one_shot else spec.row_counts
         # K_r may differ between ranks; the rows and columns of a tile may not.
         k = spec.k if gpu is None else _USUAL_K
-        tile = plans.choose_tile(rows, spec.n, k, spec.dtype, spec.options, gpu)
-        if self._one_shot:
-            return plans.whole_groups(tile)
-        if self.plan_type is plans.GemmAllReducePlan and len(rows) > 1 and tile.engine == "hopper":
+
+        def tile_for(rows: tuple[int, ...], **wanted: bool) -> Any:
+            return plans.choose_tile(rows, spec.n, k, spec.dtype, spec.options, gpu, **wanted)
+
+        # Tiles of few rows may cross borders between owners.
+        tile = plans.whole_groups(tile_for((spec.a_rows,), small=True))
+        self._low_latency = self._runtime.num_nodes == 1 and plans.has_low_latency(
+            *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
+            *(tile, gpu),
+        )
+        if self._low_latency:
+            return tile
+        tile = tile_for(spec.row_counts)
+        adds_up = self.plan_type is plans.GemmAllReducePlan and self._runtime.size > 1
+        if adds_up and tile.engine == "hopper":
             return plans.with_courier(tile, gpu.shared_bytes)
         return tile
 
@@ -155,12 +160,19 @@ class ReductionOperator(GemmOperator):
 
     def _constants(self, arena: Arena) -> Any:
         reduction = self._reduction(arena)
-        if not self._one_shot:
+        if not self._low_latency:
             return self._with_reduction(reduction, arena)
-        return structs.shared().OneShotPlan(
+        plan, rank = self.plan, self._runtime.rank
+        scattered = self.plan_type is plans.GemmReduceScatterPlan
+        begin, end = (plan.row_start[rank], plan.row_start[rank + 1]) if scattered else (0, plan.m)
+        return structs.shared().LowLatencyPlan(
             reduction=reduction,
-            all_rows=self._constant("all_rows", np.array((0, self.plan.m), np.int64)),
-            scattered=self.plan_type is plans.GemmReduceScatterPlan,
+            elements=plans.told_elements(plan.row_counts, plan.n, plan.tile),
+            scattered=scattered,
+            all_rows=self._constant("all_rows", np.array((0, plan.m), np.int64)),
+            first_row=self._constant("first_row", np.array((-begin,), np.int64)),
+            kept_begin=begin,
+            kept_end=end,
         )
 
     def _with_reduction(self, reduction: Any, arena: Arena) -> Any:

@@ -186,6 +186,8 @@ inline void store_box(const TensorMap* map, const void* from, i32 x, i32 y) {
     auto between = std::make_shared<std::vector<u8>>();
     const TensorMap words = *map;
     void* const box = const_cast<void*>(from);
+    const u64* const extents = Box(words).words.extents;
+    if (x < 0 || y < 0 || u64(x) >= extents[0] || u64(y) >= extents[1]) emulation::stop("a box begins outside its matrix");
     block().own().reads.add([=] {
         Box(words).each_place(
             box, {x, y, 0, 0}, [&](u8* there, u8*, u64 size) { between->insert(between->end(), there, there + size); },

@@ -47,7 +47,7 @@ def program(comm, lanes, way):
 
 
 with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitize="thread"):
-    for lanes, way in ((1, "pushed"), (2, "one shot"), *((3, way) for way in worlds.WAYS)):
+    for lanes, way in ((1, "pushed"), (2, "low latency"), *((3, way) for way in worlds.WAYS)):
         with worlds.sums(way):
             worlds.run(len(COUNTS), program, lanes, way)
 print("all right")

@@ -367,7 +367,7 @@ MK_DEVICE void load_box_to(u16 blocks, void* to, const TensorMap* map, u64* barr
                  : "memory");
 }
 
-// Stores a box at such an (x, y), clipped at the edges of the matrix.
+// Stores a box at such an (x, y) of the matrix, clipped at its edges.
 MK_DEVICE void store_box(const TensorMap* map, const void* from, i32 x, i32 y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(x), "r"(y)

@@ -69,8 +69,8 @@ struct Strip {
 // says what it wants of the sink.
 template <class Sink> constexpr bool takes_fragments = false;
 
-// Whether those threads may themselves hand a sink their sums, a few columns of a row at a time.
-template <class Sink> constexpr bool tells_sums = false;
+// Whether a sink changes sums with peers, of those threads a few columns of a row at a time, before they are stored.
+template <class Sink> constexpr bool exchanges_sums = false;
 
 // What lies in fragments and is to be added to a part of a tile: `count` times as much, `apart` bytes from each other.
 struct Addends {

@@ -355,18 +355,22 @@ struct GemmAllReduceParams {
 };
 
 // The same of both for few rows.
-struct OneShotPlan {
-    GemmReduceScatterPlan reduction;  // partials.signals are words, [source][row that is added there][column]
-    i64* all_rows;  // 0 and M
-    u64 scattered;  // whether its owner alone adds a row, and not every rank
+struct LowLatencyPlan {
+    GemmReduceScatterPlan reduction;  // partials.signals are words: [ring distance from the owner - 1][element], then of sums
+    u64 elements;    // of whole tiles
+    u64 scattered;   // whether only the owner of a row keeps its sums, and not every rank
+    i64* all_rows;   // 0 and M
+    i64* first_row;  // where in c row 0 is, or would be: minus kept_begin
+    i64 kept_begin;  // rows that this rank keeps
+    i64 kept_end;
 };
 
-struct OneShotParams {
+struct LowLatencyParams {
     Matrix a;
     Matrix b;
     Matrix c;
     World* world;
-    OneShotPlan* plan;
+    LowLatencyPlan* plan;
     CallMessage message;
     u64 reserved[2];
 };

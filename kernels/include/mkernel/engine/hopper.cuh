@@ -2,7 +2,7 @@
 //   producer   warp 0: asks the gate, and has tensor copies fill one stage after another with a panel of A and of B; behind
 //              those of an own tile of a sum over ranks with what peers have pushed, when the storers say that it is here
 //   consumers  two warpgroups: multiply the panels, half of the tile's rows each, add what peers have pushed, and put the
-//              tile into strips; or they tell it in one shot
+//              tile into strips; or exchange it with peers before
 //   storers    warps 1 and 2, one for each consumer: store its strips, or send them to peers, while the next tile is
 //              multiplied
 //   warp 3     does what the operator wants done meanwhile
@@ -57,6 +57,7 @@ constexpr bool flexible = MK_FLEXIBLE, halves_tiles = !flexible;  // a tile of h
 constexpr bool has_time = true;      // a warp does meanwhile() beside the tiles
 constexpr bool pairs_columns = true;  // it takes a PairedStack
 constexpr u32 sink_loads = 6;  // that a lane of a sink may have under way: registers for so many are there
+constexpr u32 told_columns = 16;  // that are exchanged together
 constexpr bool sends_strips = !several_nodes;  // sums for peers lie in their slots as strips
 constexpr u32 consumers = 2, spare_warp = 1 + consumers;
 constexpr u32 copiers = 64;          // threads that copy rows which lie apart
@@ -67,7 +68,7 @@ constexpr u32 row_step = 16, row_box = 32;         // flexible rows of a tile ar
 
 // Registers of a thread: what one warpgroup gives up the others get, and a block waits for ever for more than it has.
 constexpr u32 launch_registers = 65536 / MK_THREADS / 8 * 8;
-template <class Sink> constexpr u32 consumer_registers = tells_sums<Sink> ? 200 : 192;  // who tells sums looks up more
+template <class Sink> constexpr u32 consumer_registers = exchanges_sums<Sink> ? 208 : 192;  // which takes a few
 template <class Sink>
 constexpr u32 producer_registers = (1 + consumers) * launch_registers - consumers * consumer_registers<Sink>;
 
@@ -227,7 +228,7 @@ public:
     static constexpr u32 consumer_rows = flexible ? rows : rows / consumers, strips_down = consumer_rows / strip_rows;
     static constexpr u32 blocks = flexible ? columns / consumers / strip_rows : strips_down;
     static constexpr u32 sums_of_block = (flexible ? rows : columns) / 2;  // of a thread
-    static constexpr bool fragments = sends_strips && takes_fragments<Sink>, tells = tells_sums<Sink>;
+    static constexpr bool fragments = sends_strips && takes_fragments<Sink>, exchanges = exchanges_sums<Sink>;
     static constexpr bool halves = Schedule::halving && columns % 128 == 0;  // narrow tiles take half the work
     static constexpr bool gathers = lies_apart<From>;
     static constexpr u32 sides = Sides<Factor>::count, side = columns / sides;
@@ -240,8 +241,9 @@ public:
     static_assert(cluster == 1 || !gathers, "only tensor copies reach a neighbour");
     static_assert(stages >= 2, "one panel is multiplied while the next one comes");
     static_assert(sides == 1 || (!halves && consumer_columns % Strip<Out>::columns == 0), "a side is whole strips");
-    static_assert(!flexible || (!fragments && !tells), "sums are handed over as they lie otherwise");
+    static_assert(!flexible || (!fragments && !exchanges), "sums are handed over as they lie otherwise");
     static_assert(!fragments || (sides == 1 && !halves && strips_down == 1), "what is handed over is whole tiles");
+    static_assert(!exchanges || columns <= 128, "what is exchanged takes registers");
     // Behind the panels of an own tile comes, by the same ring, what is to be added: so many strips for each consumer at a
     // time, in the larger one of a stage's panels.
     static constexpr u32 together = B::bytes < 2 * consumers * Strip<u8>::bytes ? 1 : 2;
@@ -253,7 +255,7 @@ public:
         u8 staged[consumers][strips][Strip<u8>::bytes];
         u64 loaded[stages], used[stages];
         u64 ready[consumers][strips], stored[consumers][strips];
-        u64 awaited[consumers];  // what is to be added to a part is there, or those it is told may be told
+        u64 awaited[consumers];  // what is to be added to a part is there, or peers may be told it
         Addends addends[consumers];
         bool failed;        // a gate did not open: what is delivered from now on is NaN
         Schedule schedule;  // here, not in the registers of all threads
@@ -529,7 +531,7 @@ public:
         const u64 b_first = B::descriptor(shared.b[0] + (flexible ? consumer * (blocks / sides) * block_bytes : 0));
         Turn<stages> turn;
         Turn<strips> strip;
-        Turn<1> awaited;  // of those that are told
+        Turn<1> awaited;  // of those who are told
         u32 peers = 0;    // who have pushed what is to be added
         if constexpr (fragments) peers = shared.sink.addends(launch);
         auto release = [&](u32 slot) {
@@ -550,7 +552,9 @@ public:
             float sums[blocks][sums_of_block];
             Span computed(launch, threadIdx.x % 128 == 0, Traced::compute, half(share(whole), consumer));
             const u32 wanted = width(whole), height = u32(whole.rows.size());
-            if (fragments || tells) clear(sums);  // there may be no terms
+            if (fragments || exchanges) clear(sums);  // there may be no terms
+            Whereabouts there{};
+            if constexpr (exchanges) there = look_up(shared, launch, half(share(whole), consumer));
             if (panels > 0) ptx::wait(&shared.loaded[turn.slot], turn.parity);
             computed.begin();
             if constexpr (flexible) multiply_rows<row_step>(height, sums, shared, turn, panels, a_first, b_first, release);
@@ -560,9 +564,10 @@ public:
 
             MK_UNROLL
             for (u32 i = 0; i < blocks; ++i) ptx::results_are_there(sums[i]);
-            if constexpr (tells) {
+            if constexpr (exchanges) {
                 computed.end();
-                tell(shared, launch, half(share(whole), consumer), consumer, awaited, sums);
+                exchange(shared, launch.as(Agent::warp()), half(share(whole), consumer), there, consumer, awaited, sums[0]);
+                stage_totals(shared, consumer, strip, sums);
             } else if constexpr (!fragments) {
                 stage_results(shared, consumer, strip, height, wanted, sums, panels == 0);
             } else {
@@ -573,42 +578,53 @@ public:
         }
     }
 
-    // Tells the sums of a part, when the storer says that the sink may begin: those of a warp by way of its lines of strips,
-    // from where eight lanes take a row, as links carry long runs in fewer packets.
-    static MK_DEVICE void tell(Shared& shared, const Launch& launch, const Tile& part, u32 consumer, Turn<1>& awaited,
-                               float (&sums)[blocks][sums_of_block]) {
-        constexpr u32 wide = Strip<float>::columns, together = 2;  // strips
-        const u32 lane = threadIdx.x % 32, first_line = threadIdx.x / 32 % 4 * 16, place = lane % 8 * 4;
+    // Of a thread's sums: whose rows they are, and where these begin among what is exchanged.
+    struct Whereabouts {
+        u32 owner[2], place;
+    };
+    static MK_DEVICE Whereabouts look_up(const Shared& shared, const Launch& launch, const Tile& part) {
+        const Sink& sink = shared.sink;
+        const u32 lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16;
+        const i64 row = part.rows.begin + line + lane / 4;
+        return {{u32(sink.owner(launch, row)), u32(sink.owner(launch, row + 8))},
+                u32(sink.place_of(part)) + line * columns + lane * Sink::together};
+    }
+
+    // Has the sink make of a part's sums what they are over all ranks, when the storer says that it may begin. Of each 16
+    // columns of a row a thread has 4, of which those of a warp lie together: links carry long runs in fewer packets.
+    static MK_DEVICE void exchange(Shared& shared, Launch self, const Tile& part, const Whereabouts& there, u32 consumer,
+                                   Turn<1>& awaited, float (&sums)[sums_of_block]) {
+        constexpr u32 groups = columns / told_columns, apart = 32 * Sink::together;
+        constexpr u32 at_once = columns > 64 || Sink::partial_bytes > 2 ? 2 : 4, some_sums = at_once * Sink::together;
+        const Sink& sink = shared.sink;
+        const i64 row = part.rows.begin + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
         ptx::wait(&shared.awaited[consumer], awaited.parity);
         awaited.advance();
-        Span told(launch, threadIdx.x % 128 == 0, Traced::store, part);
-        typename Sink::Owner owner{};
+        if (has_failed(shared)) self.drop();
+        const Span exchanged(self, threadIdx.x % 128 == 0, Traced::store, part);
+        const u32 wanted = u32(ceil_div(part.columns.size(), told_columns));
+        float some[some_sums];
         MK_UNROLL
-        for (u32 i = 0; i < blocks; ++i)
+        for (u32 step = 0; step < 3; ++step)
             MK_UNROLL
-            for (u32 first = 0; first < columns; first += together * wide) {
-                u8* strip[together] = {shared.staged[consumer][0], shared.staged[consumer][1]};
+            for (u32 second = 0; second < 2; ++second)
                 MK_UNROLL
-                for (u32 s = 0; s < together; ++s)
-                    stage<float>(strip[s], [&](u32 j) { return sums[i][(first + s * wide) / 2 + j]; });
-                __syncwarp();
-#pragma unroll 1
-                for (u32 line = first_line + lane / 8; line < first_line + 16; line += 4) {
-                    const i64 row = part.rows.begin + i * strip_rows + line;
-                    if (row >= part.rows.end || has_failed(shared)) break;
-                    float some[together * 4];
+                for (u32 first = 0; first < groups; first += at_once) {
+                    if (row + 8 * second >= part.rows.end) break;
+                    const u32 at = there.place + (second * groups + first) * apart;
+                    const u32 count = wanted > first ? wanted - first : 0;
+                    float* const own = sums + 8 * first + 2 * second;
                     MK_UNROLL
-                    for (u32 s = 0; s < together; ++s) {
-                        const float4 four = *reinterpret_cast<const float4*>(Strip<float>{strip[s]}(line, place));
-                        some[4 * s] = four.x, some[4 * s + 1] = four.y, some[4 * s + 2] = four.z, some[4 * s + 3] = four.w;
+                    for (u32 i = 0; i < some_sums; ++i) some[i] = own[i / 2 * 4 + i % 2];
+                    if (step == 0) sink.template give<apart>(self, there.owner[second], at, count, some);
+                    else if (step == 1 ? sink.template add<apart>(self, there.owner[second], at, count, some)
+                                       : sink.template take<apart>(self, there.owner[second], at, count, some)) {
+                        MK_UNROLL
+                        for (u32 i = 0; i < some_sums; ++i) own[i / 2 * 4 + i % 2] = some[i];
                     }
-                    const Range left{part.columns.begin + first + place, part.columns.end};
-                    shared.sink.template tell<wide>(launch, owner, row, left, some);
                 }
-                __syncwarp();
-            }
         __syncwarp();
-        if (lane == 0) ptx::arrive(&shared.ready[consumer][0]);
+        if (self.agent().any(!self.live())) fail(shared);
     }
 
     // Puts into strips what the sink makes of the rows and columns of a tile that are wanted, or of nothing.
@@ -901,7 +917,6 @@ public:
         const Sink& sink = shared.sink;
         const u32 lane = self.agent().lane();
         Storer storer{shared, self, consumer};
-        Turn<1> told;
 
         ahead();
         for (Tile whole : shared.schedule) {
@@ -909,16 +924,20 @@ public:
             const Tile tile = share(whole);
             if (idle(tile, consumer)) continue;
             const Tile part = half(tile, consumer);
-            Span stored(self, lane == 0 && !tells, Traced::store, part);
+            Span stored(self, lane == 0, Traced::store, part);
 
             if constexpr (fragments)
                 if (storer.unsaid && self.agent().any(sink.may_wait(self, part)))  // for peers who wait for that signal
                     while (storer.unread > 0) storer.free_oldest();
             if (!sink.begin(self, part)) fail(shared);
-            if constexpr (tells) {
+            if constexpr (exchanges) {
+                using Results = Strip<typename Sink::Result>;
                 if (lane == 0) ptx::arrive(&shared.awaited[consumer]);
-                ptx::wait(&shared.ready[consumer][0], told.parity);
-                told.advance();
+                storer.look_up(sink.results(), part);
+                storer.each_strip(part, columns / Results::columns, Results::columns, [&](const Tile& piece, u8* staged, u32 i) {
+                    if (i == 0) stored.begin();
+                    if (!storer.store_mapped(piece, staged)) sink.results().deliver(self, piece, Results{staged});
+                });
             } else if constexpr (fragments) {
                 using Results = Strip<typename Sink::Result>;
                 const bool own = is_own(sink, self, part);
@@ -995,9 +1014,9 @@ MK_DEVICE void expect(const Matrices&... matrices) {
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part), of
 //              addends(launch) peers, which are there when begin() returns (may_wait(launch, part): not at once); they become
 //              Sink::Result, for which results() has map, first_row and deliver
-//   sink       with tells_sums<Sink>, the threads that have multiplied call tell<32>(launch, owner, row, columns, sums) once
-//              begin() has returned true: 4 sums of a row from the first of the columns on, and 4 of 32 columns further; in
-//              an Owner it keeps what it needs for the next row. There are no pieces and no end()
+//   sink       with exchanges_sums<Sink>, the threads that have multiplied call give() for what they have of a part, once begin()
+//              has returned true, then add(), then take(). What their sums are then, made Sink::Result, goes where results()
+//              has it, as above. There is no end()
 // May be called again and again. The gate is asked for this block's rows only, by one warp; where they lie apart, while
 // tiles before are not finished: it may not wait for those.
 template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>

@@ -21,6 +21,7 @@ constexpr bool halves_tiles = false;
 constexpr bool has_time = false;  // nobody does anything beside the tiles
 constexpr bool pairs_columns = false;
 constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
+constexpr u32 told_columns = 4;
 constexpr bool sends_strips = false;  // sums for peers lie in their slots as strips
 constexpr u32 producers = loaders / warp_size, consumers = 8;
 
@@ -386,6 +387,7 @@ private:
             warp.sync();  // the strip is stored
         }
         if (!empty) sink.end(self, part, Writes().complete(warp));
+        if (!self.live()) fail(shared);
         if (warp.lane() == 0) {
             ptx::arrive(&shared.done[turn.slot]);
             turn.advance();

@@ -2,11 +2,11 @@
 // all; a rank has its own A (M, K_r), B (K_r, N).
 //   movers   tell the peers that this rank has entered the call, and see them enter it
 //            (a part of a compute agent, where the plan has no agents for it)
-//   compute  multiplies, and tells each finished tile to those who get its rows, in words that are their own signals; then
-//            adds up what this rank has been told, from the owner of a row around the ring. So all ranks get the same
-//            bits, and those that gemm_reduce_scatter.cu and gemm_allreduce.cu give
+//   compute  multiplies a tile, and tells it to the owners of its rows, in words that are their own signals; adds up its own
+//            rows, around the ring, and tells the sums to all who want them; and goes on with the next tile. So all ranks
+//            get the same bits, and those that gemm_reduce_scatter.cu and gemm_allreduce.cu give
 #include "mkernel/engine/engine.cuh"
-#include "mkernel/one_shot.cuh"
+#include "mkernel/low_latency.cuh"
 
 #ifndef MK_TYPE
 #define MK_TYPE bfloat16
@@ -26,7 +26,7 @@ using OutType = MK_OUT_TYPE;
 using PartialType = MK_TRANSFER_TYPE;
 using SumType = Accumulator<Type>;
 
-MK_KERNEL(gemm_reduce_one_shot, OneShotParams, p) {
+MK_KERNEL(gemm_reduce_low_latency, LowLatencyParams, p) {
     const GemmReduceScatterPlan& plan = p.plan->reduction;
     engine::expect(p.a, p.b);
     Launch launch(p.world, plan.split);
@@ -41,9 +41,9 @@ MK_KERNEL(gemm_reduce_one_shot, OneShotParams, p) {
             launch, of_all_rows, plan.tile, plan.k,
             /* source */ [&](Tile t) -> Rows { return {p.a, t.rows.begin}; }, p.b,
             /* gate   */ [](const Agent&, Tile, Range) { return true; },
-            /* sink   */ Tell<SumType, PartialType>(*p.plan),
+            /* sink   */ Exchange<SumType, PartialType, OutType>(*p.plan, p.c),
             /* meanwhile */ [&](Launch self, Scratch) { return plan.split.movers > 0 || greet(self); });
-        add_told<SumType, PartialType, OutType>(launch, *p.plan, p.c);
+        count_told<PartialType, OutType>(launch, *p.plan, engine::told_columns);
     }
 
     launch.finish();
