@@ -196,7 +196,7 @@ def test_who_has_not_called_is_told_nothing(on, engine):
         worlds.run(2, program)
 
 
-@pytest.mark.parametrize(("columns", "n"), [(64, 130), (128, 260)])
+@pytest.mark.parametrize(("columns", "n"), [(64, 136), (128, 264)])
 @pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_allreduce"])
 def test_few_rows_in_tiles_of_any_width(on, operator, columns, n):
     """Each of three owners has rows of some warps, and of some instructions of a warp."""
