@@ -595,7 +595,8 @@ public:
     static MK_DEVICE void exchange(Shared& shared, Launch self, const Tile& part, const Whereabouts& there, u32 consumer,
                                    Turn<1>& awaited, float (&sums)[sums_of_block]) {
         constexpr u32 groups = columns / told_columns, apart = 32 * Sink::together;
-        constexpr u32 at_once = columns > 64 || Sink::partial_bytes > 2 ? 2 : 4, some_sums = at_once * Sink::together;
+        // Groups that are asked for together: beside the sums there are registers for so many.
+        constexpr u32 at_once = 8 / Sink::partial_bytes * 64 / columns, some_sums = at_once * Sink::together;
         const Sink& sink = shared.sink;
         const i64 row = part.rows.begin + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
         ptx::wait(&shared.awaited[consumer], awaited.parity);
