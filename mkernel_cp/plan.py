@@ -701,15 +701,16 @@ def _takes_hopper(gpu: Gpu, dtype: np.dtype, tf32: bool) -> bool:
 
 
 def gpu_tiles(
-    dtype: np.dtype, gpu: Gpu, *, gathers: bool, tf32: bool = False
+    dtype: np.dtype, gpu: Gpu, *, gathers: bool, tf32: bool = False, small: bool = False
 ) -> list[PortableTile | HopperTile]:
     """Return the tiles that plans of several ranks choose from, where the caller does not."""
     if _takes_hopper(gpu, dtype, tf32):
         return [
             _hopper_tile(*shape, _HOPPER_GATE, cluster, 0, gpu.shared_bytes, beside=gathers)
             for *shape, cluster, _ in _HOPPER_TILES
+            if not small or shape[1] <= _SMALL
         ]
-    return [portable_tile(dtype, Options(), gpu.shared_bytes)]
+    return [portable_tile(dtype, Options(), gpu.shared_bytes, small=small)]
 
 
 def kernel_defines(

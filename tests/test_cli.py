@@ -534,6 +534,21 @@ def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, tf32, columns):
     assert taken in compile.kernels_for("allgather_gemm", gpu.arch)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("dtype", "tf32"), [("f2", False), ("f4", False), ("f4", True)])
+@pytest.mark.parametrize("columns", [64, 8192])
+def test_compile_has_the_kernels_that_plans_of_few_rows_take(arch, dtype, tf32, columns):
+    dtype, gpu = np.dtype(dtype), plan.Gpu(arch, 132, {"sm_80": 163, "sm_90a": 227}[arch] << 10)
+    options, shape = plan.Options(tf32=tf32), ((64,), columns, 777)
+    tile = plan.choose_tile(*shape, dtype, options, gpu, small=True)
+    kind, types = plan.GemmAllReducePlan, plan.type_defines(dtype, dtype, dtype, tf32=tf32)
+    assert plan.has_low_latency(kind, (32, 32), columns, dtype, dtype, tile, gpu)
+    taken = plan.kernel_defines(types, tile, dtype, b_by_columns=tf32)
+    kernels = compile.kernels_for("gemm_allreduce", arch, small=True)
+    assert taken in kernels
+    assert all(defines.get("MK_TILE_COLUMNS", 256) <= 128 for defines in kernels)
+
+
 # --- how a job ends -------------------------------------------------------------------------------
 
 AGREED = "comm._runtime.agree('x', lambda: 1 // int(comm.rank != 1))"

@@ -20,7 +20,7 @@ from .job import say
 _GEMMS = {"allgather_gemm": False, "gemm_reduce_scatter": True, "gemm_allreduce": True}
 _EXPERTS = "moe_dispatch_gemm", "moe_combine", "moe_layer"
 OPERATORS = (*_GEMMS, "ring_attention", *_EXPERTS)
-# Where an operator has more kernels than that of its name.
+# Where an operator has more kernels than that of its name: one for few rows.
 _FORMS = {name: (name, "gemm_reduce_low_latency") for name, sums in _GEMMS.items() if sums}
 
 _LINE = "{:<26}{:>10}{:>10}{:>10}"
@@ -31,12 +31,12 @@ _SHARED_KIB = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227}
 _SHARED_KIB_OF_OTHERS = 99
 
 
-def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
+def kernels_for(operator: str, arch: str, *, small: bool = False) -> list[dict[str, Any]]:
     """Return the macros of an operator's kernels: for every dtype, the tiles that plans take.
 
     Those of the GEMMs are for operands in C order, or with tf32 in the orders in which all are
     read; attention has one for each width of heads, and a layer of experts one for each activation,
-    whose sums travel in the dtype of the operands.
+    whose sums travel in the dtype of the operands. `small`: those of sums of few rows.
     """
     kib = _SHARED_KIB.get(arch[3:].rstrip("af"), _SHARED_KIB_OF_OTHERS)
     gpu = plan.Gpu(arch, 0, kib << 10, compiler.nvrtc_version())
@@ -84,7 +84,7 @@ def kernels_for(operator: str, arch: str) -> list[dict[str, Any]]:
             b_by_columns=tf32,
         )
         for dtype, out_dtype, tf32 in kinds
-        for tile in plan.gpu_tiles(dtype, gpu, gathers=not sums, tf32=tf32)
+        for tile in plan.gpu_tiles(dtype, gpu, gathers=not sums, tf32=tf32, small=small)
     ]
 
 
@@ -105,7 +105,7 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
         kernels = [
             (form, arch, defines)
             for form, operator in forms.items()
-            for defines in kernels_for(operator, arch)
+            for defines in kernels_for(operator, arch, small=form != operator)
         ]
         cores, fresh = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(cores, len(kernels)), fresh) as workers:
