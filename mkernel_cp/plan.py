@@ -1203,7 +1203,7 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
         if self.low_latency:
-            return f"{super().explain()}, and every rank adds all rows"
+            return f"{super().explain()}; owners send their sums to all"
         return f"{super().explain()}, each handed out to all and stored by {self._movers()}"
 
 
@@ -1417,7 +1417,8 @@ def choose_split(
     return split
 
 
-# Columns that low_latency.cuh tells together; and data that a word of 8 bytes carries.
+# Columns that low_latency.cuh tells together, as the engines have them; and data that a word of 8
+# bytes carries.
 _TOLD_COLUMNS = {"host": 4, "portable": 4, "hopper": 16}
 _TOLD_BYTES = 4
 _HANDOVER_S = 5e-6  # what it takes that bytes are known to be there

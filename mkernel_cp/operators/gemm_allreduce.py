@@ -24,9 +24,8 @@ def gemm_allreduce(
     """Return the sum over ranks of a @ b: on every rank the whole of it, and the same bits.
 
     Collective. Each rank adds some rows, as in `gemm_reduce_scatter`, and sends the sums to all.
-    The columns are taken in stripes, so that one is sent while the next is multiplied. Few rows are
-    not shared out within one node: every rank sends all of its product to every other, and all of
-    them add.
+    The columns are taken in stripes, so that one is sent while the next is multiplied. Small sums
+    go tile by tile, within one node, with low latency: in words that are their own signals.
 
     Parameters
     ----------
@@ -58,8 +57,8 @@ def gemm_allreduce(
     Partial sums travel as in `gemm_reduce_scatter`, and the sums in the dtype of the result, also
     once to every other node, where the rank to which they come sends them to the others. Every
     stripe has slots of its own: together they take about the size of the result once as partial
-    sums and once as sums, on every rank. Few rows take twice the product of every rank, in the type
-    in which it is summed; the result has the same bits either way.
+    sums and once as sums, on every rank. Small sums take, of whole tiles, twice the product of
+    every peer as it travels, and twice the result; this has the same bits either way.
 
     As every operator, a call on the cuda target returns at once, and can be captured; see
     `allgather_gemm`.

@@ -25,8 +25,8 @@ def gemm_reduce_scatter(
 
     Collective. Each rank multiplies what it has; a tile of the product goes to the rank that owns
     its rows as soon as it is finished, while the next is multiplied. Where multiplying takes longer
-    than the links, the owner fetches it. Few rows go there one by one, within one node, in words
-    that are their own signals.
+    than the links, the owner fetches it. Small sums go there, within one node, with low latency: in
+    words that are their own signals, whose owner adds before the next tile is multiplied.
 
     Parameters
     ----------
@@ -65,8 +65,8 @@ def gemm_reduce_scatter(
     (R - 1) / R times the size of the largest share of the result times R on every rank; twice that,
     if owners fetch them. What a node has of a row crosses the network once, as one sum, rounded
     once more. For that a rank has slots for what it adds of other nodes' rows, as it is added and
-    as it is sent, and for what comes. Few rows take twice the size of the largest share of the
-    result times R, in the type in which it is summed; the result has the same bits either way.
+    as it is sent, and for what comes. Small sums take, of whole tiles, twice the product of every
+    peer as it travels; the result has the same bits either way.
 
     As every operator, a call on the cuda target returns at once, and can be captured; see
     `allgather_gemm`.

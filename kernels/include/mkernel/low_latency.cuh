@@ -114,8 +114,6 @@ public:
     MK_DEVICE Exchange(const LowLatencyPlan& plan, const Matrix& to) : plan_(&plan), kept_(plan, to) {}
 
     MK_DEVICE Acc transform(Acc sum) const { return sum; }
-    MK_DEVICE const TensorMap* map(const Tile&, u32) const { return nullptr; }
-    MK_DEVICE i64 first_row(const Tile& piece) const { return piece.rows.begin; }
 
     // Owners of rows are told products; who is told sums has told products before. Others may have ended this call.
     MK_DEVICE bool begin(Launch& launch, const Tile& part) const {

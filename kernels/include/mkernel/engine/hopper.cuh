@@ -578,7 +578,8 @@ public:
         }
     }
 
-    // Of a thread's sums: whose rows they are, and where these begin among what is exchanged.
+    // Of a thread's sums: whose rows they are, and where these begin among what is exchanged. In 32 bits, as there are
+    // few registers, and few rows: elements of whole tiles, which plans keep far below that.
     struct Whereabouts {
         u32 owner[2], place;
     };
