@@ -720,11 +720,15 @@ def interleaved(comm, behind, milliseconds):
         return timing.interleaved_ms(comm, clock, gate, calls), order, clock.delays
 
 
-def test_calls_are_interleaved_with_operands_that_change_and_the_slowest_rank_counts():
+def test_calls_are_interleaved_in_turn_with_operands_that_change_and_the_slowest_rank_counts():
     for times, order, delays in mk.LocalWorld(3).run(interleaved, 0, {"a": 1, "b": 2}):
         assert times == pytest.approx({"a": 1 + 2, "b": 2 + 2})  # not the rounds that warm up
         rounds = range(timing._WARM_ROUNDS + FakeClock.rounds)
-        assert order == [pair for n in rounds for pair in (("a", n), ("b", n + 1))]
+        assert order == [
+            pair
+            for n in rounds
+            for pair in zip("ab" if n % 2 == 0 else "ba", (n, n + 1), strict=True)
+        ]
         assert len(set(delays)) == 1
 
 

@@ -132,8 +132,9 @@ def interleaved_ms(
     """Return the device time of each call in ms: median of the rounds, maximum over ranks.
 
     Collective. In every round each call is made once, behind a gate, so that none pays for the
-    delay of another rank. The device starts on a round when the host has queued all of it; a round
-    in which it did not wait for the host to do so is repeated with a longer delay.
+    delay of another rank; and another one first, as a pause comes before it. The device starts on a
+    round when the host has queued all of it; a round in which it did not wait for the host to do so
+    is repeated with a longer delay.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     agree, delay, number = runtime_of(comm).agree, _FIRST_DELAY, 0
@@ -159,7 +160,8 @@ def _round(
     clock.delay(delay)
     delayed = clock.mark()
     marks = {}
-    for position, (name, call) in enumerate(calls.items()):
+    first = number % len(calls)
+    for position, (name, call) in enumerate(([*calls.items()] * 2)[first : first + len(calls)]):
         gate()
         start = clock.mark()
         call(number + position)
