@@ -32,7 +32,7 @@ MOST_COLUMNS = COLUMNS[-1]
 MOST_COMPUTE_AGENTS = 1024
 _ALIGNMENT = 256
 # About how much is moved at a time: within a node, and between nodes, where each is a message.
-_CHUNK_BYTES, _MESSAGE_BYTES = 1 << 14, 1 << 16
+_CHUNK_BYTES, _MESSAGE_BYTES = 1 << 15, 1 << 16
 _WINDOW_BYTES = 1 << 26  # that a window takes unasked, if two units need no more
 # So many blocks fill a link, and so many queries of a head of keys keep a GPU busy for about twice
 # as long as the keys then take; where there are more, fewer movers will do. A mover of the engine
@@ -531,7 +531,9 @@ class HopperAttentionTile:
             "MK_TILE_COLUMNS": keys,
             "MK_TILE_K": _padded(columns, HOPPER_COLUMNS),
             "MK_STAGES": self.stages,
-            "MK_LOADS": 12,  # of a mover, which has registers for about so many
+            # Movers copy by registers: it takes less time than by way of shared memory.
+            "MK_BULK_COPIES": 0,
+            "MK_LOADS": 10,  # they have registers for about so many
         }
 
 
