@@ -1,8 +1,8 @@
 // allgather_gemm: C = A @ B, where every rank holds some rows of A, and a B of its own.
-//   movers   tell the peers where this rank's rows are, and bring the peers' rows here chunk by chunk: each byte crosses
-//            the link once, from the next rank first
+//   movers   bring the peers' rows here chunk by chunk: each byte crosses the link once, from the next rank first
 //            (all their warps, or one of each compute agent, where the plan has no agents for it)
 //   compute  multiplies a tile as soon as the rows and the part of k that it needs have arrived, own rows first
+// One of them tells the peers where this rank's rows are, before all else.
 // Where there is more than one node:
 //   inter-send     sends this rank's rows over the network once to each other node, to its gateway there
 //   inter-receive  tells its node what has come to this rank as a gateway: from here the others bring it
@@ -21,47 +21,55 @@ namespace mk {
 using Type = MK_TYPE;
 using OutType = MK_OUT_TYPE;
 
+// Rows whose tiles are multiplied at about the same time: in whole groups.
+MK_DEVICE i64 rows_together(const AllGatherGemmPlan& plan) {
+    const u32 across = ceil_div(u32(plan.n), u32(plan.tile.columns));
+    const u32 blocks = u32(plan.split.compute) / (across > 0 ? across : 1);
+    return i64(blocks / RingTiles::group + 1) * RingTiles::group * plan.tile.rows;
+}
+
+// Brings what of the peers' rows is this member's share; returns whether all went well.
+template <bool aligned>
+MK_DEVICE bool bring_rows(Launch self, const AllGatherGemmPlan& plan, Scratch scratch) {
+    Landing<Type> landing(self, plan.landing);
+    Courier<aligned> courier(self, scratch);
+    const i64 together = rows_together(plan);
+    const u64 rank = self.rank();
+    for (Range phase : landing.phases())
+        for (u64 peer : RingOrder(rank, self.size(), self.node())) {
+            const u64 holder = self.holder(peer);  // itself, or its gateway
+            if (!self.live()) break;
+            typename Landing<Type>::Share share{};
+            if (holder != rank && plan.n > 0) share = landing.share_of(peer, phase, together, self.member(), self.members());
+            auto rows = [&](bool some) -> Lines {
+                if (phase.begin == 0) self.await_call(peer, plan.digest);
+                if (!some || !self.live()) return {nullptr, 0};
+                const CallMessage theirs = self.message_of(peer);
+                return {static_cast<u8*>(self.at(holder, theirs.operand)), i64(theirs.operand_pitch)};
+            };
+            landing.pull(courier, peer, share, rows, [&](i64 chunk) {
+                return !several_nodes || holder == peer || Internode<Type>(self, plan.landing, together).await(peer, chunk);
+            });
+        }
+    landing.finish(courier);
+    for (u64 i = 1; i < self.node().size; ++i) self.have_read(self.neighbour(i), self.readers());
+    return self.live();
+}
+
 MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     const AllGatherGemmPlan& plan = *p.plan;
     engine::expect(p.a, p.b, p.c);
     const u64 rank = p.world->rank, size = p.world->size;  // on their way while the launch begins
     Launch launch(p.world, plan.split, Agent::warps);
+    if (launch.speaks()) launch.announce(p.message);
 
-    // Rows whose tiles are multiplied at about the same time: in whole groups.
-    auto rows_together = [&]() -> i64 {
-        const u32 across = ceil_div(u32(plan.n), u32(plan.tile.columns));
-        const u32 blocks = u32(plan.split.compute) / (across > 0 ? across : 1);
-        return i64(blocks / RingTiles::group + 1) * RingTiles::group * plan.tile.rows;
-    };
-    auto bring_rows = [&](Launch self, Scratch scratch) {
-        Landing<Type> landing(self, plan.landing);
-        Courier<engine::aligned_rows> courier(self, scratch);
-        const i64 together = rows_together();
-        if (self.member() == 0) self.announce(p.message);
-        for (Range phase : landing.phases())
-            for (u64 peer : RingOrder(rank, size, self.node())) {
-                if (phase.begin == 0) self.await_call(peer, plan.digest);
-                const u64 holder = self.holder(peer);  // itself, or its gateway
-                if (!self.live()) break;
-                if (holder == rank || plan.n == 0) continue;
-                auto rows = [&]() -> Lines {  // looked up by who brings some: that takes long
-                    const CallMessage& theirs = self.message_of(peer);
-                    return {static_cast<u8*>(self.at(holder, theirs.operand)), i64(theirs.operand_pitch)};
-                };
-                landing.pull(courier, peer, rows, phase, together, [&](i64 chunk) {
-                    return !several_nodes || holder == peer || Internode<Type>(self, plan.landing, together).await(peer, chunk);
-                });
-            }
-        landing.finish(courier);
-        for (u64 i = 1; i < self.node().size; ++i) self.have_read(self.neighbour(i), self.readers());
-        return self.live();
-    };
-
-    if (launch.is(Role::mover) && !launch.by_warps(bring_rows)) launch.drop();
+    // Movers copy by registers, whose loads are not queued behind others: what all wait for first is there sooner.
+    auto bring_by_registers = [&](Launch self, Scratch) { return bring_rows<false>(self, plan, Scratch{nullptr, 0}); };
+    if (engine::movers && launch.is(Role::mover) && !launch.by_warps(bring_by_registers)) launch.drop();
     if (several_nodes && launch.is(Role::inter_send))
-        launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, rows_together()).send(p.message); });
+        launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, rows_together(plan)).send(p.message); });
     if (several_nodes && launch.is(Role::inter_receive))
-        launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, rows_together()).receive(plan.digest); });
+        launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, rows_together(plan)).receive(plan.digest); });
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);
@@ -78,7 +86,9 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
             },
             /* sink   */ Store<OutType>(p.c, plan.landing.row_start[size], plan.landing.row_start),
             /* meanwhile */
-            [&](Launch self, Scratch scratch) { return plan.split.movers > 0 || bring_rows(self, scratch); });
+            [&](Launch self, Scratch scratch) {
+                return !engine::couriers || plan.split.movers > 0 || bring_rows<engine::aligned_rows>(self, plan, scratch);
+            });
     }
 
     launch.finish();  // peers have read our rows: inputs are free, outputs complete

@@ -76,10 +76,11 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
         });
 
     if (launch.is(Role::compute)) {
+        constexpr bool more_follows = true;
         const bool moves = reduction.split.movers == 0;
         const RingTiles own_rows_last(rows_of_all(launch, reduction, reduction.tile, true), {1, size + 1}, reduction.stripe,
                                       launch.member() / engine::cluster, launch.members() / engine::cluster);
-        engine::gemm<Type>(
+        engine::gemm<Type, more_follows>(
             launch, own_rows_last, reduction.tile, reduction.k,
             /* source */ [&](Tile t) -> Rows { return {p.a, reduction.row_start[t.source] + t.rows.begin}; }, p.b,
             /* gate   */ [](const Agent&, Tile, Range) { return true; },

@@ -86,14 +86,15 @@ MK_KERNEL(moe_layer, MoeLayerParams, p) {
         };
         auto store = [&](const Matrix& to) { return Store<Type>(to, plan.capacity, plan.expert_offsets); };
         auto nothing = [](Launch self, Scratch) { return self.live(); };
+        constexpr bool more_follows = true;
         const MatrixStack w1{p.w1, p.w1_stride};
         const Activate<Type, activation> activate(store(*plan.hidden), plan);
-        engine::gemm<Type>(
+        engine::gemm<Type, more_follows>(
             launch, tiles(plan.inner, paired ? plan.tile.columns / 2 : plan.tile.columns, in_turn), plan.tile, plan.h,
             /* source */ [&](Tile t) { return landing.rows(t); }, either<paired>(PairedStack{w1, plan.inner}, w1),
             /* gate   */ [&](const Agent& who, Tile t, Range) { return landing.wait(who, t); },
             /* sink   */ either<in_turn>(ActivateInTurn<Type, activation>(activate, launch.member()), activate), nothing);
-        engine::gemm<Type>(
+        engine::gemm<Type, more_follows>(
             launch, tiles(plan.n, plan.tile.columns), plan.tile, plan.inner,
             /* source */
             [&](Tile t) -> Rows { return {*plan.hidden, plan.expert_offsets[t.source] + t.rows.begin}; },

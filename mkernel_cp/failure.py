@@ -158,10 +158,13 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
         else f"Rank {peer} has made this call, and does not go on; progress_timeout= sets how long "
         "to wait for that"
     )
+    if Awaited(record.awaited) is Awaited.CALL:  # its words are of a generation, and half a message
+        signals = f"seen that of generation {record.seen >> 32}"
+    else:
+        signals = f"signal expected {_signal(record.expected)}, seen {_signal(record.seen)}"
     return errors.TimeoutError(
         f"rank {origin} waited {record.waited_ns * 1e-9:.3g} s in {texts[origin]} for {what} "
-        f"({Role(record.role).name.lower()}, generation {record.generation}, signal expected "
-        f"{_signal(record.expected)}, seen {_signal(record.seen)}). {remedy}"
+        f"({Role(record.role).name.lower()}, generation {record.generation}, {signals}). {remedy}"
     )
 
 

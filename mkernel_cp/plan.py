@@ -431,6 +431,7 @@ class HopperTile:
             "MK_CLUSTER": self.cluster,
             "MK_STAGES": self.stages,
             "MK_STRIPS": self.strips,
+            **({"MK_COURIERS": 0} if self.movers else {}),
             **({"MK_FLEXIBLE": 1} if self.row_step else {}),
         }
 
@@ -557,21 +558,28 @@ def hopper_tile(
 ) -> HopperTile | None:
     """Choose the tile of engine/hopper.cuh; None if the options ask for one that it cannot take.
 
-    `gathers`: rows of A come from peers, and the last tiles may be halved. `small`: it has few
-    columns.
+    `gathers`: rows of A come from peers, and the last tiles may be halved; if tiles leave enough
+    multiprocessors, those bring the rows. `small`: it has few columns.
     """
     processors = min(gpu.processors, options.sm_budget or gpu.processors)
-    movers = options.split[0] if gathers and options.split and len(row_counts) > 1 else 0
-    beside = gathers and len(row_counts) > 1 and not movers
+    brings = gathers and len(row_counts) > 1
+    asked = options.split[0] if brings and options.split else 0
+
+    def tile_count(candidate: tuple[int, int, int, float]) -> int:
+        rows, columns, *_ = candidate
+        return sum(math.ceil(count / rows) for count in row_counts) * math.ceil(n / columns)
 
     def make(candidate: tuple[int, int, int, float], gate: int = _HOPPER_GATE) -> HopperTile:
         rows, columns, cluster, _ = candidate
+        idle = processors - tile_count(candidate) * cluster
+        movers = _MOVERS if brings and options.split is None and idle >= _MOVERS else asked
+        beside = brings and not movers
         return _hopper_tile(rows, columns, gate, cluster, movers, gpu.shared_bytes, beside=beside)
 
     def cost(candidate: tuple[int, int, int, float]) -> float:
         rows, columns, cluster, rate = candidate
-        tiles = sum(math.ceil(count / rows) for count in row_counts) * math.ceil(n / columns)
-        agents = max(1, (processors - movers) // cluster)
+        tiles = tile_count(candidate)
+        agents = max(1, (processors - asked) // cluster)
         half = gathers and _halved(tiles, make(candidate), agents) > 0
         waves = tiles // agents + _HALF_TILE if half else math.ceil(tiles / agents)
         area = rows // cluster * columns
@@ -706,9 +714,13 @@ def gpu_tiles(
     """Return the tiles that plans of several ranks choose from, where the caller does not."""
     if _takes_hopper(gpu, dtype, tf32):
         return [
-            _hopper_tile(*shape, _HOPPER_GATE, cluster, 0, gpu.shared_bytes, beside=gathers)
+            _hopper_tile(
+                *(*shape, _HOPPER_GATE, cluster, movers, gpu.shared_bytes),
+                beside=gathers and not movers,
+            )
             for *shape, cluster, _ in _HOPPER_TILES
             if not small or shape[1] <= _SMALL
+            for movers in ((0, _MOVERS) if gathers else (0,))
         ]
     return [portable_tile(dtype, Options(), gpu.shared_bytes, small=small)]
 
@@ -1250,14 +1262,13 @@ def chunk_shape(
     nbytes = chunk_bytes or default_chunk_bytes(sum(row_counts) * k * dtype.itemsize)
     elements = nbytes // dtype.itemsize
 
-    def whole(extent: int, most: int) -> int:
-        return max(1, min(extent, max(unit, most // unit * unit)))
+    def lines_and_run(lines: int, run: int) -> tuple[int, int]:
+        count = max(1, min(lines, _CHUNK_LINES, nbytes // _CHUNK_LINE))
+        return count, max(1, min(run, max(unit, elements // count // unit * unit)))
 
     if by_columns:
-        depth = whole(k, min(_CHUNK_LINES, nbytes // _CHUNK_LINE))
-        return whole(max(row_counts), elements // depth), depth
-    rows = whole(max(row_counts), min(_CHUNK_LINES, nbytes // _CHUNK_LINE))
-    return rows, whole(k, elements // rows)
+        return lines_and_run(k, max(row_counts))[::-1]
+    return lines_and_run(max(row_counts), k)
 
 
 def default_chunk_bytes(nbytes: int) -> int:
@@ -1288,7 +1299,7 @@ def plan_allgather_gemm(
 
     On the host target, two compute agents at most: it is for proving the protocol, and more threads
     than cores only make ranks wait for each other. On a GPU every multiprocessor gets an agent, as
-    far as there is work for it.
+    far as there is work for it; if tiles leave enough of them, those are movers.
     """
     chunk_bytes = options.chunk_bytes or default_chunk_bytes(sum(row_counts) * k * dtype.itemsize)
     chunk = chunk_shape(row_counts, k, dtype, by_columns, chunk_bytes)
@@ -1298,7 +1309,12 @@ def plan_allgather_gemm(
     ranks = len(row_counts)
     nodes = nodes or (ranks,)
     capacity -= network_agents(nodes, chosen.cluster)
-    work = max(tiles, chunks) if chosen.moves and ranks > 1 else tiles
+    work = tiles
+    if chosen.moves and chosen.movers and options.split is None:
+        left = capacity - tiles * chosen.cluster  # the network may have taken some
+        chosen = replace(chosen, movers=max(1, min(chosen.movers, left, chunks)))
+    elif chosen.moves and ranks > 1:
+        work = max(tiles, chunks)
     split = choose_split(chosen, ranks, work, min(_MOVERS, chunks), options, capacity)
     return AllGatherGemmPlan(
         rank=rank,
@@ -1314,7 +1330,7 @@ def plan_allgather_gemm(
         cluster=chosen.cluster,
         chunk_bytes=chunk_bytes,
         chunk=chunk,
-        phase_k=_phase_k(k, chunk[1], 4 * tiles * chosen.cluster <= 5 * split[1]),
+        phase_k=_phase_k(k, chunk, row_counts, split, 4 * tiles * chosen.cluster <= 5 * split[1]),
         whole_tiles=tiles - _halved(tiles, chosen, split[1]),
         nodes=nodes,
         staged=staged,
@@ -1336,14 +1352,23 @@ def _halved(tiles: int, chosen: HostTile | PortableTile | HopperTile, agents: in
     return 0 if whole or tiles < agents or 2 * rest > agents else rest
 
 
-def _phase_k(k: int, chunk_k: int, at_once: bool) -> int:
+def _phase_k(
+    k: int,
+    chunk: tuple[int, int],
+    row_counts: tuple[int, ...],
+    split: tuple[int, ...],
+    at_once: bool,
+) -> int:
     """Return how much of k is to come from all ranks before more does.
 
     Where all tiles, or all but a few, are computed at once, none needs the rows of a rank before
-    those of another, and all get on with each piece of k; else tiles of one rank come before those
-    of the next.
+    those of another, and all get on with each piece of k: as many chunks as are brought at a time.
+    Else tiles of one rank come before those of the next.
     """
-    return chunk_k if at_once else round_up(max(1, k), chunk_k)
+    if not at_once:
+        return round_up(max(1, k), chunk[1])
+    panel = sum(-(-rows // chunk[0]) for rows in row_counts)
+    return max(1, (split[0] or split[1]) // max(1, panel)) * chunk[1]
 
 
 def choose_tile(

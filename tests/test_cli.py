@@ -525,10 +525,11 @@ def test_compile_has_the_kernels_of_attention_that_plans_take(arch, kib):
 
 @pytest.mark.parametrize(("dtype", "tf32"), [("f2", False), ("f4", False), ("f4", True)])
 @pytest.mark.parametrize("columns", [64, 1000, 8192])
-def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, tf32, columns):
+@pytest.mark.parametrize("split", [None, (plan._MOVERS, None)])
+def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, tf32, columns, split):
     dtype, gpu = np.dtype(dtype), plan.Gpu("sm_90a", 132, 227 << 10)
-    shape = (999,) * 4, columns, 777
-    tile = plan.choose_tile(*shape, dtype, plan.Options(tf32=tf32), gpu, gathers=True)
+    options, shape = plan.Options(split, tf32=tf32), ((999,) * 4, columns, 777)
+    tile = plan.choose_tile(*shape, dtype, options, gpu, gathers=True)
     types = plan.type_defines(dtype, dtype, tf32=tf32)
     taken = plan.kernel_defines(types, tile, dtype, b_by_columns=tf32)
     assert taken in compile.kernels_for("allgather_gemm", gpu.arch)

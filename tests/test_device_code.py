@@ -147,6 +147,8 @@ def test_compiles_with_the_hopper_engine(name, types, cluster):
         macros["MK_TILE_COLUMNS"] = 64 if types == HALVES[0] else 128
     if name != "allgather_gemm":
         macros["MK_TRANSFER_TYPE"] = types[1]
+    elif types == HALVES[1]:
+        macros["MK_COURIERS"] = 0  # there are movers
     cubin, log = compile_kernel(name, "sm_90a", macros)
     limit = 64 if name == "allgather_gemm" else None  # a verdict or two, between tiles
     found = complaint(cubin, log, name, limit=limit)

@@ -46,8 +46,8 @@ def every_plan(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_chunks_cover_every_element_once(case):
     """Numbered as Landing of landing.cuh does it: panels of k inside blocks of rows."""
-    for options in OPTIONS:
-        plan = make(case, 0, options)  # the same on all ranks: see the next test
+    for options, by_columns in itertools.product(OPTIONS, (False, True)):
+        plan = make(case, 0, options, by_columns)  # the same on all ranks: see the next test
         rows, depth = plan.chunk
         panels = -(-plan.k // depth)
         for rank in range(case.world):
@@ -59,10 +59,9 @@ def test_chunks_cover_every_element_once(case):
                 piece += 1
             assert (visits == 1).all()
         unit = 16 // plan.dtype.itemsize
-        for extent, whole in ((rows, max(plan.row_counts)), (depth, plan.k)):
-            assert extent % unit == 0 or extent == max(1, whole)
-        least = unit * unit * plan.dtype.itemsize
-        assert rows * depth * plan.dtype.itemsize <= max(options.chunk_bytes or 1 << 16, least)
+        run, whole = (rows, max(plan.row_counts)) if by_columns else (depth, plan.k)
+        assert run % unit == 0 or run == max(1, whole)
+        assert rows * depth * plan.dtype.itemsize <= max(options.chunk_bytes or 1 << 16, 16)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -580,12 +579,13 @@ def test_blocks_of_hopper_bring_rows_beside_the_tiles_unless_a_split_says_otherw
     )
 
 
-def test_few_tiles_have_as_many_blocks_as_bring_their_rows():
+@pytest.mark.parametrize(("n", "split"), [(8, (20, 32)), (1024, (0, 132))])
+def test_blocks_without_tiles_bring_rows_and_else_all_do(n, split):
     counts, dtype = (1024,) * 4, np.dtype(np.float16)
     plan = plans.plan_allgather_gemm(
-        *(0, counts, 8, 4096, dtype, dtype, False, mk.Options()), gpu=H100, capacity=132
+        *(0, counts, n, 4096, dtype, dtype, False, mk.Options()), gpu=H100, capacity=132
     )
-    assert plan.split == (0, 132)
+    assert plan.split == split
 
 
 def test_a_small_budget_of_multiprocessors_gets_other_tiles_of_hopper():

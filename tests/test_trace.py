@@ -203,8 +203,10 @@ def test_waits_name_whom_they_are_for(example):
     for span in spans(file, "wait"):
         assert span["args"]["peer"] in {0, 1, 2} - {span["pid"]}, span
     reasons = collections.Counter(span["args"]["for"] for span in spans(file, "wait"))
-    assert set(reasons) == {"call", "arrival", "read"}
-    assert reasons["read"] == CALLS * 6  # the last agent of a rank waits for each peer
+    assert set(reasons) - {"read"} == {"call", "arrival"}
+    assert (
+        reasons["read"] <= CALLS * 6
+    )  # the last agent of a rank, for peers that have not read yet
 
 
 def test_one_of_several_lanes_records(tmp_path):

@@ -16,8 +16,9 @@ public:
     MK_DEVICE Belt(Scratch scratch, bool drives) : slot_(reinterpret_cast<Slot*>(scratch.data)) {
         if (!drives || !fits(scratch)) return;
         // The fewer pieces, the less time goes with them; but while some are stored, others have to come.
-        while (piece_bytes_ > least_bytes && scratch.bytes / (piece_bytes_ + sizeof(Slot)) < most_slots) piece_bytes_ /= 2;
-        slots_ = u32(scratch.bytes / (piece_bytes_ + sizeof(Slot)));
+        const u32 bytes = u32(scratch.bytes), beside = sizeof(Slot);
+        while (piece_bytes_ > least_bytes && most_slots * (piece_bytes_ + beside) > bytes) piece_bytes_ /= 2;
+        slots_ = bytes / (piece_bytes_ + beside);
         if (slots_ > most_slots) slots_ = most_slots;
         for (u32 i = 0; i < slots_; ++i) ptx::barrier_init(&slot_[i].loaded, 1);
         ptx::fence_barrier_init();
@@ -43,6 +44,7 @@ public:
                 const u32 count = lines - line < together ? u32(lines - line) : together;
                 const u32 run = bytes - at < length ? u32(bytes - at) : length;
                 const bool last = line + together >= lines && at + length >= bytes;
+                store_loaded(landed);
                 make_room(1, landed);
                 load({to.data + line * to.pitch + at, to.pitch}, {from.data + line * from.pitch + at, from.pitch}, count,
                      run, last ? signal : nullptr);
@@ -64,7 +66,7 @@ public:
     // Stores what has been loaded, and says so. It does not wait for what is still to come.
     template <class Landed>
     MK_DEVICE void go_on(Landed landed) {
-        while (under_way_ > 0 && ptx::completed(&slot_[out_].loaded, out_parity_)) store_oldest(landed);
+        store_loaded(landed);
         say(landed);
     }
 
@@ -81,6 +83,11 @@ private:
         Lines to;
         u32 lines, bytes;
     };
+
+    template <class Landed>
+    MK_DEVICE void store_loaded(Landed landed) {
+        while (under_way_ > 0 && ptx::completed(&slot_[out_].loaded, out_parity_)) store_oldest(landed);
+    }
 
     // Stores pieces, the oldest first, until `free` more can be loaded; all of them for so many as there are slots.
     template <class Landed>

@@ -113,7 +113,7 @@ private:
         const Lines here{nullptr, i64(message.operand_pitch)}, there{nullptr, landing_.lines_of(launch_.rank()).pitch};
         const u64 start = to.offset + offset_in_zone(launch_.rank());
         for (Range phase : landing_.phases())
-            landing_.each_of(launch_.rank(), phase, together_, 0, 1, [&](const Chunk& chunk) {
+            landing_.each_of(landing_.share_of(launch_.rank(), phase, together_, 0, 1), [&](const Chunk& chunk) {
                 const u64 source = from.offset + u64(landing_.part(here, chunk).data - here.data);
                 const u64 target = start + u64(landing_.part(there, chunk).data - there.data);
                 const u64 number = 2 * launch_.size() + u64(chunk.index);
@@ -129,7 +129,7 @@ private:
     }
 
     MK_DEVICE void pass_on_rows(u64 source, Range phase) {
-        landing_.each_of(source, phase, together_, 0, 1, [&](const Chunk& chunk) {
+        landing_.each_of(landing_.share_of(source, phase, together_, 0, 1), [&](const Chunk& chunk) {
             const u64* arrived = &network_.arrived[2 * launch_.size() + u64(chunk.index)];
             if (!launch_.wait(launch_.agent(), arrived, 1, {Awaited::network, source, u64(chunk.index)})) return false;
             launch_.template raise<Scope::device>(&plan_.arrived[chunk.index], 1, Completed());

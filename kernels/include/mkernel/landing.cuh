@@ -23,43 +23,57 @@ public:
     MK_DEVICE i64 rows_of(u64 source) const { return plan_.row_start[source + 1] - plan_.row_start[source]; }
     MK_DEVICE const Matrix& operator[](u64 source) const { return plan_.rows[source]; }
 
-    // Has this agent's share of a rank's chunks of a phase brought here from where(), if there are some; each raises its
-    // signal. ready(index) waits for a chunk that comes there only now, and returns false to end it all.
+    // One agent's chunks of a rank's rows. Share{} has none.
+    struct Share {
+        u32 rows, first_chunk;     // of the rank
+        u32 panels, first, depth;  // in chunks: all of k, and what of it the share is of
+        u32 blocks, group;         // of rows, and those that come together
+        u32 begin, step;           // numbers of chunks
+        MK_DEVICE bool empty() const { return begin >= blocks * depth; }
+    };
+
+    // That of a phase. Rows that are multiplied together, `together` at a time, come together: all of them with some of k
+    // before any with the next. Chunks are dealt on from where the last time ended, so that all agents are busy however few
+    // there are at a time.
+    MK_DEVICE Share share_of(u64 source, Range phase, i64 together, u64 agent, u64 agents) {
+        const u32 rows = u32(rows_of(source)), panels = ceil_div(k_, chunk_k_), first = u32(phase.begin) / chunk_k_;
+        const u32 last = ceil_div(u32(phase.end), chunk_k_), depth = (last < panels ? last : panels) - first;
+        const u32 blocks = ceil_div(rows, chunk_rows_), members = u32(agents);
+        const u32 begin = (u32(agent) + members - next_) % members;
+        next_ = (next_ + blocks * depth) % members;
+        return {rows, u32(plan_.first_chunk[source]), panels, first, depth, blocks, ceil_div(u32(together), chunk_rows_),
+                begin, members};
+    }
+
+    // Has an agent's share of a rank's chunks brought here from where(some), which is asked when all else is looked up, and
+    // whether there are some or not. Each raises its signal. ready(index) waits for a chunk that comes there only now, and
+    // returns false to end it all.
     template <bool aligned, class Where, class Ready>
-    MK_DEVICE void pull(Courier<aligned>& courier, u64 source, Where where, Range phase, i64 together, Ready ready) {
-        Lines to{nullptr, 0}, from{nullptr, 0};
+    MK_DEVICE void pull(Courier<aligned>& courier, u64 source, const Share& share, Where where, Ready ready) {
+        const Lines to = lines_of(source), from = where(!share.empty());
         const bool leads = launch_.agent().lane() == 0;
-        each_of(source, phase, together, launch_.member(), launch_.members(), [&](const Chunk& chunk) {
-            if (!to.data) to = lines_of(source), from = where();
-            if (!ready(chunk.index)) return false;
+        each_of(share, [&](const Chunk& chunk) {
+            if (!launch_.live() || !ready(chunk.index)) return false;
             const i64 bytes = chunk.run.size() * i64(sizeof(T));
             const Span span(launch_, leads, Traced::copy, source, u64(chunk.lines.size() * bytes), u64(chunk.index));
             courier.send(part(to, chunk), part(from, chunk), chunk.lines.size(), bytes, &arrived_[chunk.index]);
             pulled_ += u64(chunk.lines.size() * bytes);
             return true;
         });
-        if (!to.data) courier.go_on();
+        if (share.empty()) courier.go_on();
     }
 
-    // visit(chunk) for one agent's share of a rank's chunks of a phase, until it returns false. Rows that are multiplied
-    // together, `together` at a time, come together: all of them with some of k before any with the next. Chunks are dealt
-    // on from where the last time ended, so that all agents are busy however few there are at a time.
+    // visit(chunk) for all of a share, until it returns false.
     template <class Visit>
-    MK_DEVICE void each_of(u64 source, Range phase, i64 together, u64 agent, u64 agents, Visit visit) {
-        const u32 all = u32(rows_of(source)), first_chunk = u32(plan_.first_chunk[source]);
-        const u32 panels = ceil_div(k_, chunk_k_), first = u32(phase.begin) / chunk_k_;
-        const u32 last = ceil_div(u32(phase.end), chunk_k_), depth = (last < panels ? last : panels) - first;
-        const u32 blocks = ceil_div(all, chunk_rows_), group = ceil_div(u32(together), chunk_rows_);
-        const u32 members = u32(agents);
-        u32 i = (u32(agent) + members - next_) % members;
-        for (; i < blocks * depth; i += members) {
-            const u32 begin = i / (group * depth) * group, height = blocks - begin < group ? blocks - begin : group;
-            const u32 row = begin + (i - begin * depth) % height, panel = first + (i - begin * depth) / height;
-            const Range rows = block(row, chunk_rows_, all), k = block(panel, chunk_k_, k_);
-            if (!visit(Chunk{by_columns_ ? k : rows, by_columns_ ? rows : k, i64(first_chunk + row * panels + panel)}))
-                return;
+    MK_DEVICE void each_of(const Share& share, Visit visit) const {
+        for (u32 i = share.begin; i < share.blocks * share.depth; i += share.step) {
+            const u32 begin = i / (share.group * share.depth) * share.group, left = share.blocks - begin;
+            const u32 height = left < share.group ? left : share.group, rest = i - begin * share.depth;
+            const u32 row = begin + rest % height, panel = share.first + rest / height;
+            const Range rows = block(row, chunk_rows_, share.rows), k = block(panel, chunk_k_, k_);
+            const i64 index = share.first_chunk + row * share.panels + panel;
+            if (!visit(Chunk{by_columns_ ? k : rows, by_columns_ ? rows : k, index})) return;
         }
-        next_ = (next_ + blocks * depth) % members;
     }
 
     // Where a rank's rows land.

@@ -7,10 +7,10 @@
 
 namespace mk {
 
-// Progress of Inbox::called, where kernels say ready, and of HostPage::called, where hosts say the rest.
+// Progress of HostPage::called.
 enum class Called : u64 {
     announced = 1,  // the digest is there; the hosts agree on something
-    ready = 2,      // the operand may be read; of a host: it has what it needs to agree
+    ready = 2,      // the rank has what it needs to agree
     refused = 3,    // the rank has raised an error instead of calling
 };
 
@@ -184,12 +184,18 @@ public:
     // As wait(), with a condition of the caller's on the signal's value, and one that is looked at now and then.
     template <class Check, class Look>
     MK_DEVICE bool poll(const Agent& who, Subject subject, u64 goal, const u64* signal, Check check, Look look) {
+        return poll_each(who, subject, goal, signal, 1, [&](u64, u64 seen) { return check(seen); }, look);
+    }
+
+    // The same of `count` neighbouring words, which the lanes look at side by side: check(i, value of that one).
+    template <class Check, class Look>
+    MK_DEVICE bool poll_each(const Agent& who, Subject subject, u64 goal, const u64* words, u64 count, Check check, Look look) {
         Span span(*this, who.lane() == 0, Traced::wait, subject.peer, u64(subject.awaited), subject.index);
-        bool verdict = live_ && who.lane() == 0 && poll_alone(subject, goal, signal, check, look);
-        verdict = who.broadcast(verdict);
-        live_ = live_ && verdict;
-        span.succeeded(verdict);
-        return verdict;
+        for (u64 i = who.lane(); live_ && i < count; i += who.lanes())
+            live_ = poll_alone(subject, goal, words + i, [&](u64 seen) { return check(i, seen); }, look);
+        live_ = !who.any(!live_);
+        span.succeeded(live_);
+        return live_;
     }
 
     // Waits until ready(), which one lane asks, for as long as nothing has failed: others wait for this agent, or for those that
@@ -312,7 +318,7 @@ private:
 
     MK_DEVICE Phase phase_of(u64 peer) const {
         if (peer == rank()) return Phase::entered;
-        if (load_relaxed(&world_.inbox[peer].called) >= target(u64(Called::ready))) return Phase::entered;
+        if (load_relaxed(world_.inbox[peer].message) >= target(0)) return Phase::entered;
         u64 host = load_relaxed(&world_.pages[peer]->called);
         return host >= target(u64(Called::announced)) ? Phase::announced : Phase::outside;
     }

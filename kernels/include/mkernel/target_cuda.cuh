@@ -125,6 +125,10 @@ MK_DEVICE void store_relaxed(u64* word, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// What this thread stores so from here on is a release of all before, at the price of one.
+MK_DEVICE void release_ahead() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+MK_DEVICE void store_released(u64* word, u64 value) { store_relaxed(word, value); }
+
 // Two neighbouring words at once, the first of them aligned to 16 bytes; each of them whole.
 MK_DEVICE void store_pair(u64* words, u64 first, u64 second) {
     asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(words), "l"(first), "l"(second) : "memory");

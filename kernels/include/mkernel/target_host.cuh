@@ -83,6 +83,9 @@ inline void acquire_seen() {}
 
 template <Scope>
 inline void store_release(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+// Each store is a release by itself, for the same reason.
+inline void release_ahead() {}
+inline void store_released(u64* word, u64 value) { store_release<Scope::system>(word, value); }
 inline void store_relaxed(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
 // Two neighbouring words, each of them whole.
 inline void store_pair(u64* words, u64 first, u64 second) {

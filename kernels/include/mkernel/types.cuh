@@ -50,13 +50,13 @@ struct CallMessage {
     u64 operand_pitch;  // bytes from one line to the next
 };
 
-// What one peer tells this rank. Each word has one writer, that peer; `called` and `read` are signals (signal.cuh).
+// What one peer tells this rank. Each word has one writer, that peer; `read` is a signal (signal.cuh).
 struct Inbox {
-    u64 called;
+    u64 message[8];  // its CallMessage, half a word after the other: generation << 32 | half
     u64 read;  // the peer has read all that it needs of this rank's message and operand
-    CallMessage message;
-    u64 reserved[2];  // the senders' cache lines stay apart; also used by the start-up self-test
+    u64 reserved[7];  // the senders' cache lines stay apart; also used by the start-up self-test
 };
+static_assert(sizeof(Inbox::message) == 2 * sizeof(CallMessage), "all halves");
 
 // Why a wait failed; the names of the codes are in mkernel_cp/failure.py.
 struct Record {

@@ -18,24 +18,14 @@ public:
         return several_nodes ? Node{world().node_begin, world().node_size} : Node{0, size()};
     }
 
-    // Tells every peer of this node what this rank calls and where its operand is. One agent of the launch does it, with
-    // a lane for each peer: they wait for their fences together.
+    // Tells every peer of this node what this rank calls and where its operand is. One agent of the launch does it.
     MK_DEVICE void announce(const CallMessage& message) {
-        agent().sync();  // what any lane has written before is known with it
-        for (u64 i = 1 + agent().lane(); i < node().size; i += agent().lanes()) {
-            Inbox* there = world().outbox[neighbour(i)];
-            there->message = message;
-            raise_alone<Scope::system>(&there->called, u64(Called::ready));
-        }
+        tell(node().size - 1, message, [&](u64 i) { return world().outbox[neighbour(1 + i)]; });
     }
 
     // A gateway tells it for a rank of another node, to which its node has no other way.
     MK_DEVICE void announce_for(u64 other, const CallMessage& message) {
-        for (u64 i = 0; i < node().size; ++i) {
-            Inbox* there = world().outbox[neighbour(i)] + other - rank();
-            if (agent().lane() == 0) there->message = message;
-            raise<Scope::system>(&there->called, u64(Called::ready));
-        }
+        tell(node().size, message, [&](u64 i) { return world().outbox[neighbour(i)] + other - rank(); });
     }
 
     // Who of this node has what a rank shows: itself, or its gateway.
@@ -43,14 +33,13 @@ public:
 
     // Waits until the peer has made the same call. False also if it makes another one, or has refused.
     MK_DEVICE bool await_call(u64 peer, u64 digest) {
-        const Inbox& inbox = world().inbox[peer];
-        u64 goal = target(u64(Called::ready)), refused = target(u64(Called::refused));
-        return poll(
-            agent(), {Awaited::call, peer, 0}, goal, &inbox.called,
-            [&](u64 seen) {
+        const u64 goal = target(0), next = (generation() + 1) << 32;
+        return poll_each(
+            agent(), {Awaited::call, peer, 0}, goal, world().inbox[peer].message, halves,
+            [&](u64 i, u64 seen) {
                 if (seen < goal) return Poll::pending;
-                if (seen >= refused) return Poll::refused;  // it is already a call further
-                return inbox.message.digest == digest ? Poll::done : Poll::mismatch;
+                if (seen >= next) return Poll::refused;  // it is already a call further
+                return i < 2 && u32(seen) != u32(digest >> 32 * i) ? Poll::mismatch : Poll::done;
             },
             [&] { return what_its_host_does(peer, digest); });
     }
@@ -65,7 +54,7 @@ public:
     }
 
     // Whether a peer of this node is seen to have called something: await_call() ends at once.
-    MK_DEVICE bool has_called(u64 peer) const { return sees(&world().inbox[peer].called, u64(Called::ready)); }
+    MK_DEVICE bool has_called(u64 peer) const { return sees(world().inbox[peer].message, 0); }
 
     // For kernels whose peers read nothing here: tells them that this rank has entered, and sees all of them enter. A peer
     // that calls something else shows, whoever waits for whom later; and who has nothing to wait for does not overwrite
@@ -84,7 +73,12 @@ public:
     // The one that is i steps further around the ring of this node.
     MK_DEVICE u64 neighbour(u64 i) const { return ring_rank(rank(), i, size(), node()); }
 
-    MK_DEVICE const CallMessage& message_of(u64 peer) const { return world().inbox[peer].message; }
+    // Of a peer that is known to have called.
+    MK_DEVICE CallMessage message_of(u64 peer) const {
+        const u64* said = world().inbox[peer].message;
+        auto word = [&](u32 i) { return u64(u32(said[2 * i])) | said[2 * i + 1] << 32; };
+        return {word(0), {word(1), word(2)}, word(3)};
+    }
 
     MK_DEVICE void* at(u64 peer, Place place) const {
         return static_cast<u8*>(world().segments[place.segment * size() + peer]) + place.offset;
@@ -118,8 +112,12 @@ public:
         // Agents that stage read, behind this count, what others have done. Nobody else does: whoever counts has already
         // read what is overwritten here, and the end of the launch publishes all results.
         const u64 before = several_nodes ? fetch_add(counter(0), 1) : count_up(counter(0));
+        // One look at all peers, while that is under way: as a rule they have read. What they read is not read here, so no
+        // more than seeing it is wanted.
+        bool all_have_read = true;
+        for (u64 i = 1; i < node().size; ++i) all_have_read = sees(&world().inbox[neighbour(i)].read, 1) && all_have_read;
         if (before + 1 != agent().count()) return;
-        for (u64 i = 1; i < node().size; ++i) {
+        for (u64 i = all_have_read ? node().size : 1; i < node().size; ++i) {
             u64 peer = neighbour(i);
             Subject read{Awaited::read, peer, 0};
             if (!wait(agent().alone(), &world().inbox[peer].read, 1, read)) return;
@@ -133,6 +131,24 @@ public:
     MK_DEVICE bool finished_but(u64 agents) const { return load_acquire(counter(0)) + agents >= agent().count(); }
 
 private:
+    static constexpr u64 halves = 2 * sizeof(CallMessage) / sizeof(u64);
+
+    // Each word says by itself that it is of this call, so none waits for another to be there: only what was written
+    // before is ordered, once for all.
+    template <class To>
+    MK_DEVICE void tell(u64 count, const CallMessage& message, To inbox) {
+        agent().sync();  // what any lane has written before is known with it
+        const u64* said = reinterpret_cast<const u64*>(&message);
+        if (!live() || agent().lane() >= count * halves) return;
+        release_ahead();
+        for (u64 i = agent().lane(); i < count * halves; i += agent().lanes()) {
+            const u64 half = i % halves;
+            interleave();
+            store_released(&inbox(i / halves)->message[half], target(u32(said[half / 2] >> half % 2 * 32)));
+        }
+        interleave();
+    }
+
     // In place of a launch; nothing, if there may still be one.
     MK_DEVICE Poll what_its_host_does(u64 peer, u64 digest) const {
         const HostPage& page = *world().pages[peer];

@@ -40,6 +40,10 @@
 #ifndef MK_STRIPS
 #define MK_STRIPS 2
 #endif
+// Whether a warp of each block brings what peers have; else movers do.
+#ifndef MK_COURIERS
+#define MK_COURIERS 1
+#endif
 // Memory order of the operands: 1 where columns are contiguous.
 #ifndef MK_A_BY_COLUMNS
 #define MK_A_BY_COLUMNS 0
@@ -55,6 +59,7 @@ constexpr bool aligned_rows = true;  // of 16 bytes, as tensor copies want them
 constexpr u32 cluster = MK_CLUSTER;  // blocks that share a tile
 constexpr bool flexible = MK_FLEXIBLE, halves_tiles = !flexible;  // a tile of half as many columns takes about half the time
 constexpr bool has_time = true;      // a warp does meanwhile() beside the tiles
+constexpr bool couriers = MK_COURIERS, movers = !couriers;
 constexpr bool pairs_columns = true;  // it takes a PairedStack
 constexpr u32 sink_loads = 6;  // that a lane of a sink may have under way: registers for so many are there
 constexpr u32 told_columns = 16;  // that are exchanged together
@@ -1021,7 +1026,8 @@ MK_DEVICE void expect(const Matrices&... matrices) {
 //              has it, as above. There is no end()
 // May be called again and again. The gate is asked for this block's rows only, by one warp; where they lie apart, while
 // tiles before are not finished: it may not wait for those.
-template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
+template <class T, bool more_follows = false, class Schedule, class Source, class Factor, class Gate, class Sink,
+          class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
                     const Factor& b, Gate gate, Sink sink, Meanwhile meanwhile) {
     using Engine = Hopper<T, Schedule, decltype(source(Tile{})), Factor, Sink>;
@@ -1065,8 +1071,9 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         ptx::shrink_registers<launch_registers>();
     }
     Engine::sync();  // no block leaves while its neighbour may still write to it
-    Engine::retire(shared);
     if (shared.failed) launch.drop();
+    if (!more_follows) return;
+    Engine::retire(shared);
     __syncthreads();
 }
 

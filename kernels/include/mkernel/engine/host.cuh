@@ -18,6 +18,7 @@ constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // agents that share a tile
 constexpr bool halves_tiles = false;
 constexpr bool has_time = false;  // meanwhile() is done before the tiles, not beside them
+constexpr bool couriers = true, movers = true;  // who brings what peers have: a plan has either
 constexpr bool pairs_columns = false;  // whether it takes a PairedStack
 constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
 constexpr u32 told_columns = 4;  // that are exchanged together: see Exchange
@@ -100,8 +101,10 @@ MK_DEVICE void expect(const Matrices&...) {}
 //                            the proof that deliver() gave)
 //   meanwhile(launch, scratch) bool: what a part of the agent does beside it, or, as here, the agent before; whether all
 //                            went well
+//   more_follows             whether what comes behind it uses the scratch memory, or is another one
 // After a failure every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/plan.py.
-template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
+template <class T, bool more_follows = false, class Schedule, class Source, class Factor, class Gate, class Sink,
+          class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
                     const Factor& b, Gate gate, Sink sink, Meanwhile meanwhile) {
     using Acc = Accumulator<T>;

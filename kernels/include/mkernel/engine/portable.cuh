@@ -19,6 +19,7 @@ constexpr bool aligned_rows = false;
 constexpr u32 cluster = 1;  // blocks that share a tile
 constexpr bool halves_tiles = false;
 constexpr bool has_time = false;  // nobody does anything beside the tiles
+constexpr bool couriers = false, movers = true;
 constexpr bool pairs_columns = false;
 constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
 constexpr u32 told_columns = 4;
@@ -413,7 +414,8 @@ MK_DEVICE void expect(const Matrices&...) {}
 
 // The interface is that of host.cuh, but nobody has time for anything meanwhile: a plan has movers. The gate is asked for
 // each panel, in order and ahead of the arithmetic, by warp 0. May be called again and again.
-template <class T, class Schedule, class Source, class Factor, class Gate, class Sink, class Meanwhile>
+template <class T, bool more_follows = false, class Schedule, class Source, class Factor, class Gate, class Sink,
+          class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 depth, Source source, const Factor& b,
                     Gate gate, Sink sink, Meanwhile) {
     using OperandOfA = decltype(operand_of<T>(source(Tile{}), i64(0)));
@@ -437,8 +439,9 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape, i64 dep
         ptx::shrink_registers<launch_registers>();
     }
     __syncthreads();
-    if (threadIdx.x == 0) Engine::retire(shared);
     if (shared.failed) launch.drop();
+    if (!more_follows) return;
+    if (threadIdx.x == 0) Engine::retire(shared);
     __syncthreads();
 }
 
