@@ -52,7 +52,7 @@ def kernels(folder: Path):
 
 def _kernel(machine, source):
     """Compile what a GPU has instructions for."""
-    defines = dict(source.defines) | {"MK_BULK_COPIES": int(machine.gpu.arch == "sm_90a")}
+    defines = {"MK_BULK_COPIES": int(machine.gpu.arch == "sm_90a"), **dict(source.defines)}
     return HostKernel(source.source, source.name, defines, source.options)
 
 

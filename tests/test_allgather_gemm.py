@@ -81,11 +81,14 @@ def test_a_call_keeps_to_a_budget_of_multiprocessors():
     [(1, 8, 147456), (17, 640, 4096), (127, 264, 72), (64, 1536, 16), (1000, 8, 72)],
 )
 def test_extreme_extents(m, n, k):
+    """Also where those who multiply bring the rows, though there are others that have time."""
+
     def program(comm):
         counts = comm.row_counts(m)
         case = Case("extreme", counts, k, (n,) * comm.size, "float16", "float16")
-        out = call(comm, case, 4)
-        worlds.expected(case, 4, comm.rank).assert_close(out)
+        for split in (None, (0, None)):
+            out = call(comm, case, 4, options=mk.Options(split))
+            worlds.expected(case, 4, comm.rank).assert_close(out)
 
     worlds.run(2, program)
 

@@ -556,7 +556,7 @@ def test_plans_for_gpus():
     assert plan_for(H100).split == (4, 8)  # little to move, and little to compute
     assert plan_for(H100, seq_counts=(24,)).split == (0, 8)
     messages = plan_for(H100, **large, nodes=(2, 2))
-    assert messages.chunk == 4 * plan.chunk == 256
+    assert messages.chunk == 2 * plan.chunk == 256
     large["options"] = mk.Options((2, None), (128, 64, 128))
     assert plan_for(H100, **large).split == (2, 262)
     with pytest.raises(ValueError, match=r"for float32 and D=16 a GPU takes \(64, 32, 16\)"):
