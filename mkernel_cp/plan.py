@@ -1310,11 +1310,13 @@ def plan_allgather_gemm(
     nodes = nodes or (ranks,)
     capacity -= network_agents(nodes, chosen.cluster)
     work = tiles
-    if chosen.moves and chosen.movers and options.split is None:
-        left = capacity - tiles * chosen.cluster  # the network may have taken some
-        chosen = replace(chosen, movers=max(1, min(chosen.movers, left, chunks)))
-    elif chosen.moves and ranks > 1:
+    if chosen.moves and ranks > 1 and not chosen.movers:
         work = max(tiles, chunks)
+    elif chosen.moves and ranks > 1 and options.split is None:
+        cluster = chosen.cluster
+        left = capacity - max(1, tiles) * cluster  # the network may have taken some
+        movers = min(chosen.movers, left, chunks) // cluster * cluster
+        chosen = replace(chosen, movers=max(cluster, movers))
     split = choose_split(chosen, ranks, work, min(_MOVERS, chunks), options, capacity)
     return AllGatherGemmPlan(
         rank=rank,

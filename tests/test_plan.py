@@ -588,6 +588,23 @@ def test_blocks_without_tiles_bring_rows_and_else_all_do(n, split):
     assert plan.split == split
 
 
+@pytest.mark.parametrize(
+    ("counts", "n", "k", "capacity", "split"),
+    [
+        ((1,) * 8, 128, 8, 132, (2, 16)),  # one chunk, but pairs of blocks
+        ((129,) * 4, 128, 8192, 132, (20, 8)),
+        ((129,) * 4, 128, 8192, 27, (18, 8)),
+        ((129,) * 4, 0, 8192, 16, (14, 2)),
+    ],
+)
+def test_movers_are_whole_clusters_and_leave_room_for_tiles(counts, n, k, capacity, split):
+    half, options = np.dtype(np.float16), mk.Options(tile=(256, 256, 512))
+    plan = plans.plan_allgather_gemm(
+        *(0, counts, n, k, half, half, False, options), gpu=H100, capacity=capacity
+    )
+    assert plan.split == split
+
+
 def test_a_small_budget_of_multiprocessors_gets_other_tiles_of_hopper():
     def tile(budget):
         options = mk.Options(sm_budget=budget)

@@ -36,7 +36,7 @@ public:
     // All agents but those that stage: the first ones.
     MK_DEVICE u64 workers() const { return workers_of(world()); }
 
-    // One agent does what is to be done once, before all else: the last one, which no other has less to do than.
+    // One agent does what is to be done once, before all else: the last one, as no other has fewer tiles.
     MK_DEVICE bool speaks() const { return agent().index() + 1 == workers(); }
 
     // The launch as a part of this agent takes part in it, on its own.

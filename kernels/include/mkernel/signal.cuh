@@ -189,7 +189,8 @@ public:
 
     // The same of `count` neighbouring words, which the lanes look at side by side: check(i, value of that one).
     template <class Check, class Look>
-    MK_DEVICE bool poll_each(const Agent& who, Subject subject, u64 goal, const u64* words, u64 count, Check check, Look look) {
+    MK_DEVICE bool poll_each(const Agent& who, Subject subject, u64 goal, const u64* words, u64 count, Check check,
+                             Look look) {
         Span span(*this, who.lane() == 0, Traced::wait, subject.peer, u64(subject.awaited), subject.index);
         for (u64 i = who.lane(); live_ && i < count; i += who.lanes())
             live_ = poll_alone(subject, goal, words + i, [&](u64 seen) { return check(i, seen); }, look);
