@@ -54,14 +54,19 @@ class SignalPage:
         self.running_word = segment.address + 3 * _LINE
         self.looked_word = segment.address + 4 * _LINE
         self.counters = segment.address + self._HEADER_LINES * _LINE
-        self.counters_nbytes = 16 * (1 + size)
+        self.counters_nbytes = self._counters_nbytes(size)
         self._inbox = self.counters + round_up(self.counters_nbytes, _LINE)
+
+    @staticmethod
+    def _counters_nbytes(size: int) -> int:
+        return 2 * 8 * (2 + size)  # two banks
 
     @classmethod
     def nbytes(cls, size: int) -> int:
         """Return the bytes that a page for so many ranks takes."""
         inbox = size * ctypes.sizeof(structs.shared().Inbox)
-        return cls._HEADER_LINES * _LINE + round_up(16 * (1 + size), _LINE) + inbox
+        counters = round_up(cls._counters_nbytes(size), _LINE)
+        return cls._HEADER_LINES * _LINE + counters + inbox
 
     def inbox_address(self, peer: int) -> int:
         """Return the address of what `peer` tells this rank."""

@@ -482,8 +482,8 @@ _HOPPER_TILES = (
 )
 _HALF_TILE = 0.55  # of the time of a whole one
 # Of groups of rows: rows and columns of a tile, how many it has a multiple of, and how fast it is.
-# Tiles of as many rows each are best for large groups. In small ones many are cut short; agents
-# drift apart then, and no longer read at the same time what they share of the weights.
+# Tiles of as many rows each are best for large groups. In small ones many are cut short, and agents
+# wait for each other, so that they read at the same time what they share of the weights.
 _GROUP_TILES = ((128, 256, 0, 1.0), (128, 256, _ROW_STEP, 1.0), (128, 128, _ROW_STEP, 0.8))
 _LARGE_GROUP = 896
 _SMALL = 128  # columns, of which a thread has so few sums that there are registers for more

@@ -211,7 +211,7 @@ struct World {
     u64 delay_seed;   // test hook: each agent starts up to delay_ns[its role] late; 0: none does
     u64 rank;
     u64 size;
-    u64* counters;    // two banks of 1 + size
+    u64* counters;    // two banks of 2 + size
     HostPage** pages;
     u64 node_begin;   // the first rank of this node
     u64 node_size;

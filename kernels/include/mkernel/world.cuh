@@ -100,6 +100,15 @@ public:
             store_release<Scope::system>(&world().outbox[peer]->read, target(1));
     }
 
+    // For agents that have as many steps to go and are to go together: each says when it has done one, and waits until so
+    // many are done in all. No data come with it.
+    MK_DEVICE void has_stepped() const {
+        if (agent().lane() == 0) count_up(counter(steps()));
+    }
+    MK_DEVICE bool await_steps(u64 count) {
+        return stand_by([&] { return load_relaxed(counter(steps())) >= count; });
+    }
+
     // The end of a launch for one agent. The last of them waits until no peer needs this rank's message or operand any
     // more, so that both may be overwritten, and then makes the generation count. An agent that has failed is not counted.
     MK_DEVICE void finish() {
@@ -108,7 +117,6 @@ public:
         if (!live() || agent().lane() != 0) return;
         // Looked up first: each look takes long, and may be under way together with the others.
         u64 *const next = bank(generation() + 1, 0), *const running = world().running, *const last = world().generation;
-        const u64 counters = 1 + size();
         // Agents that stage read, behind this count, what others have done. Nobody else does: whoever counts has already
         // read what is overwritten here, and the end of the launch publishes all results.
         const u64 before = several_nodes ? fetch_add(counter(0), 1) : count_up(counter(0));
@@ -122,7 +130,7 @@ public:
             Subject read{Awaited::read, peer, 0};
             if (!wait(agent().alone(), &world().inbox[peer].read, 1, read)) return;
         }
-        for (u64 i = 0; i < counters; ++i) next[i] = 0;  // the next launch finds its bank clear
+        for (u64 i = 0; i < counters(); ++i) next[i] = 0;  // the next launch finds its bank clear
         *running = 0;
         *last = generation();
     }
@@ -158,9 +166,12 @@ private:
         return load_relaxed(&page.digest) == digest ? Poll::pending : Poll::mismatch;
     }
 
-    // Counters have many writers, all of this GPU. Each launch has its own bank of them.
+    // Counters have many writers, all of this GPU: of agents that have finished, of readers of each peer, of steps. Each launch
+    // has its own bank of them.
+    MK_DEVICE u64 steps() const { return 1 + size(); }
+    MK_DEVICE u64 counters() const { return 2 + size(); }
     MK_DEVICE u64* bank(u64 generation, u64 index) const {
-        return &world().counters[(generation & 1) * (1 + size()) + index];
+        return &world().counters[(generation & 1) * counters() + index];
     }
     MK_DEVICE u64* counter(u64 index) const { return bank(generation(), index); }
 };

@@ -69,6 +69,7 @@ constexpr u32 copiers = 64;          // threads that copy rows which lie apart
 constexpr u32 line_bytes = Strip<u8>::line_bytes;  // of shared memory, within which tensor copies swizzle
 constexpr u32 strip_rows = Strip<u8>::rows;        // of one matrix instruction
 constexpr u32 pushed_bytes = 2048;  // to a peer at once: behind what a busy link does not take yet wait the next panels
+constexpr u32 early_panels = 16;  // of a tile, that are left when others hear that it is nearly loaded
 constexpr u32 row_step = 16, row_box = 32;         // flexible rows of a tile are multiplied, and loaded, so many at a time
 
 // Registers of a thread: what one warpgroup gives up the others get, and a block waits for ever for more than it has.
@@ -409,8 +410,13 @@ public:
     };
 
     // Both warps of copiers call it, and take turns. After a failure all goes on, with nothing in it. Nobody waits for
-    // copies here: each lane's arrive at the barrier when they are there.
-    static MK_DEVICE void gather(Shared& shared, i64 depth, const Factor& b) {
+    // copies here: each lane's arrive at the barrier when they are there. Tiles of fewer rows take less time, and agents that
+    // drift apart no longer find in the L2 cache what others have just loaded of B: each tells when it has nearly loaded a tile,
+    // and none begins the next before all have.
+    static MK_DEVICE void gather(Shared& shared, Launch self, i64 depth, const Factor& b) {
+        const bool paces = flexible && threadIdx.x < 32;
+        const i64 nearly = depth > early_panels * i64(k) ? (ceil_div(depth, i64(k)) - early_panels) * i64(k) : 0;
+        u64 begun = 0;  // tiles
         bool mine = threadIdx.x < 32;  // the next panel
         Gathered<T, rows> lines;
         Turn<stages> turn;
@@ -423,8 +429,10 @@ public:
             lines.look_up(shared.next.places, here ? u32(shared.next.tile.rows.size()) : 0);
             __syncwarp();
             if (threadIdx.x % 32 == 0) ptx::arrive(&shared.next.taken);
+            if (paces) self.await_steps(begun++ * self.members());
 #pragma unroll 1
             for (i64 at = 0; at < depth; at += k, turn.advance(), mine = !mine) {
+                if (paces && at == nearly) self.has_stepped();
                 if (!mine) continue;
                 const u32 slot = ptx::uniform(turn.slot), first = ptx::uniform(u32(at));
                 u64* const loaded = &shared.loaded[slot];
@@ -1062,7 +1070,8 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         const Scratch rest{scratch.data + sizeof(shared), scratch.bytes - sizeof(shared)};
         if (warp == spare_warp && !meanwhile(launch.as(launch.agent().warp()), rest)) Engine::fail(shared);
         if constexpr (Engine::gathers)
-            if ((warp == 0 || warp == spare_warp) && depth > 0) Engine::gather(shared, depth, b);
+            if ((warp == 0 || warp == spare_warp) && depth > 0)
+                Engine::gather(shared, launch.as(launch.agent().warp()), depth, b);
         __syncwarp();
         ptx::grow_registers<launch_registers>();  // what follows is written for all threads
     } else {
