@@ -485,11 +485,11 @@ def test_plans_for_gpus():
         assert (plan.engine, plan.split) == ("portable", (20, 112))
     few = dispatch(**{**large, "max_tokens": 16, "n": 64}, dtype=half, out_dtype=half)
     assert dispatch_tile(0, few, none, gpu).tile[1] == 128
-    assert (tile.row_step, dispatch_tile(0, few, none, gpu).row_step) == (0, 16)
+    assert (tile.row_step, dispatch_tile(0, few, none, gpu).row_step) == (16, 16)
     taken = dispatch_tile(0, asked, mk.Options(tile=(128, 128, 64)), gpu)
     assert (taken.engine, taken.tile, taken.row_step) == ("hopper", (128, 128, 64), 16)
     for tile_of_few, row_step in (((128, 256, 512), 0), ((128, 256, 64), 16)):
-        experts = dispatch(**{**large, "max_tokens": 8192 if row_step == 0 else 16}, dtype=half)
+        experts = dispatch(**{**large, "max_tokens": 16 if row_step else 32768}, dtype=half)
         taken = dispatch_tile(0, experts, mk.Options(tile=tile_of_few), gpu)
         assert (taken.tile, taken.row_step) == (tile_of_few, row_step)
     for wrong in ((64, 128, 64), (128, 256, 32), (128, 128, 1), (256, 256, 512)):
