@@ -37,7 +37,7 @@ def left_behind():
 @pytest.mark.parametrize("repeat", range(20))
 def test_survivors_of_a_killed_rank_name_it_and_end(repeat, tmp_path):
     before = left_behind()
-    what = "killed_in_agreement" if repeat % 4 == 3 else "killed"
+    what = ("killed", "killed", "killed_in_sums", "killed_in_agreement")[repeat % 4]
     said, status, _ = mishap(what, tmp_path)
     assert status == {0: 1, 1: -signal.SIGKILL, 2: 1, 3: 1}
     assert sorted(said) == [0, 2, 3]
