@@ -3,6 +3,7 @@
 One kernel launch per call moves the data between ranks and computes, overlapped tile by tile.
 """
 
+from .arguments import Options
 from .communicator import Communicator
 from .compiler import include_dir
 from .errors import (
@@ -27,7 +28,6 @@ from .operators.moe_combine import MoeCombine, moe_combine
 from .operators.moe_dispatch_gemm import DispatchLayout, MoeDispatchGemm, moe_dispatch_gemm
 from .operators.moe_layer import MoeLayer, moe_layer
 from .operators.ring_attention import RingAttention, ring_attention, zigzag_join, zigzag_split
-from .plan import Options
 from .trace import trace
 
 __version__ = "0.1.0"

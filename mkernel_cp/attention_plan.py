@@ -11,17 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .arguments import Options
 from .memory import round_up
-from .plan import (
-    LINK_RATE,
-    Gpu,
-    NodesPlan,
-    Options,
-    choose_split,
-    network_agents,
-    network_bytes,
-)
+from .plan import NodesPlan, choose_split, network_agents
 from .reference import array_split_counts
+from .slots import network_bytes
+from .tiles import LINK_RATE, Gpu
 from .topology import LETTER_BYTES, Topology
 
 LAYOUTS = ("contiguous", "zigzag")

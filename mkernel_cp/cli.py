@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import __version__
+from .arguments import DTYPES
 from .attention_plan import LAYOUTS
 from .bench.records import RESULTS, SHAPE_KEYS
 from .bench.routes import ROUTINGS
 from .commands import bench, compile, demo, doctor, job, run, spelled, tune
 from .moe_plan import ACTIVATIONS
-from .plan import DTYPES
 
 # What `bench` measures, and `tune` if it has choices.
 _MEASURED = {

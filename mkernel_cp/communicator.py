@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from . import settings
+from .arguments import integer
 from .kernel import Kernel
-from .plan import integer
 from .reference import array_split_counts
 from .runtime import Runtime
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from . import errors, settings
+from .arguments import integer, number
 from .construction import host_of
-from .plan import integer, number
 from .reference import array_split_counts
 from .targets import cuda
 

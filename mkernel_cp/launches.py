@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from . import errors, structs
+from .arguments import at_least
 from .calls import Calls
 from .host_pages import SignalPage, digest_of
 from .kernel import Kernel
 from .memory import extent
-from .plan import at_least
 from .shared_memory import SharedMemory
 from .trace import current as current_trace
 from .world import World

@@ -11,33 +11,29 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .arguments import Options
 from .memory import offsets_of, round_up
-from .plan import (
+from .plan import NodesPlan, choose_split, inter_reduce, line_pitch, network_agents
+from .reference import accumulator_dtype, array_split_counts
+from .slots import network_bytes
+from .tiles import (
+    MOVERS,
     Gpu,
     HopperTile,
     HostTile,
-    NodesPlan,
-    Options,
     PortableTile,
-    choose_split,
     default_tile,
     hopper_group_tile,
     hopper_group_tiles,
-    inter_reduce,
-    line_pitch,
-    network_agents,
-    network_bytes,
     portable_tile,
     takes_group_tile,
 )
-from .reference import accumulator_dtype, array_split_counts
 from .topology import Topology
 
 MOST_AGENTS = 1024
 _ALIGNMENT = 256
 _CHUNK_BYTES = 1 << 16
 _ALIGNED_ELEMENTS = 8  # of 16 bits, as tensor copies want lines
-_MOVERS = 20  # on a GPU, see plan.py
 _WORD = 8
 _SHARE_BYTES, _SUMMARY_BYTES, _ROUTE_BYTES, _DELIVERY_BYTES = 16, 24, 24, 48  # structs of types.cuh
 _ROW_BYTES = 16  # struct Routing::Row of experts.cuh
@@ -1044,6 +1040,6 @@ def expert_split(
     if alone > 1 and options.split and not options.split[0]:
         raise ValueError(f"Options(split={options.split}): on a GPU use at least one mover")
     split = choose_split(
-        chosen, max(alone, ranks), tiles, _MOVERS, options, min(capacity, MOST_AGENTS)
+        chosen, max(alone, ranks), tiles, MOVERS, options, min(capacity, MOST_AGENTS)
     )
     return *split, *adding

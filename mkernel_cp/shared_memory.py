@@ -9,9 +9,9 @@ import numpy as np
 
 from . import errors
 from .agreement import Agreements
+from .arguments import integer
 from .calls import Calls
 from .memory import Heap, Segment, SegmentTable, extent, round_up
-from .plan import integer
 from .topology import Topology
 from .world import World
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from . import errors, structs
+from .arguments import at_least
 from .failure import Awaited, Role
-from .plan import at_least
 
 logger = logging.getLogger("mkernel_cp")
 

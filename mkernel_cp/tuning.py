@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from . import settings
+from .arguments import Options
 from .errors import ConfigurationError
-from .plan import Options
 
 SHIPPED = Path(__file__).parent / "tuned.json"
 

@@ -14,8 +14,8 @@ import worlds
 
 from mkernel_cp import compiler
 from mkernel_cp.host_kernel import HostKernel
-from mkernel_cp.plan import Gpu
 from mkernel_cp.targets.host import HostTarget
+from mkernel_cp.tiles import Gpu
 
 _HEADERS = Path(__file__).parent / "emulation"
 

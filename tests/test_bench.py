@@ -14,13 +14,14 @@ from launcher import mpirun
 
 import mkernel_cp as mk
 from mkernel_cp import cli, reference
+from mkernel_cp.arguments import Options
 from mkernel_cp.bench import baselines, records, routes, timing
 from mkernel_cp.bench.ring_attention import merge
 from mkernel_cp.commands import spelled
 from mkernel_cp.commands.bench import BENCHES
 from mkernel_cp.communicator import Communicator
 from mkernel_cp.errors import ConfigurationError, Error
-from mkernel_cp.plan import AllGatherGemmPlan, Options, plan_allgather_gemm
+from mkernel_cp.plan import AllGatherGemmPlan, plan_allgather_gemm
 
 
 def bench(*options, ranks=2, operator="allgather-gemm", **more):

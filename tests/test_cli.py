@@ -16,7 +16,7 @@ import worlds
 from launcher import ROOT, mpirun
 
 import mkernel_cp as mk
-from mkernel_cp import cli, compiler, plan, reference
+from mkernel_cp import arguments, cli, compiler, plan, reference, tiles
 from mkernel_cp.attention_plan import Attention, choose_attention_tile
 from mkernel_cp.commands import compile, doctor, job
 from mkernel_cp.commands import run as run_files_of
@@ -511,27 +511,27 @@ def test_compile_fills_the_cache_once(tmp_path):
 @pytest.mark.parametrize(("arch", "kib"), [("sm_80", 163), ("sm_86", 99), ("sm_90a", 227)])
 def test_compile_has_the_kernels_of_attention_that_plans_take(arch, kib):
     kernels = compile.kernels_for("ring_attention", arch)
-    assert len(kernels) == len(plan.DTYPES) * 3 + (8 if arch == "sm_90a" else 0)
+    assert len(kernels) == len(arguments.DTYPES) * 3 + (8 if arch == "sm_90a" else 0)
     attention = Attention(1, (512,), 4, 4, 100, np.dtype("f2"), False, 1.0, "contiguous")
-    gpu = plan.Gpu(arch, 100, kib << 10)
-    tile = choose_attention_tile(0, attention, plan.Options(), gpu)
+    gpu = tiles.Gpu(arch, 100, kib << 10)
+    tile = choose_attention_tile(0, attention, mk.Options(), gpu)
     assert {"MK_TYPE": "float16", **tile.defines(attention.dtype)} in kernels
     columns_of_8 = dataclasses.replace(attention, columns=96)
     for version, engine in (((12, 6), "portable"), ((12, 8), "hopper"), ((13, 0), "hopper")):
         other = dataclasses.replace(gpu, nvrtc=version)
-        chosen = choose_attention_tile(0, columns_of_8, plan.Options(), other)
+        chosen = choose_attention_tile(0, columns_of_8, mk.Options(), other)
         assert chosen.engine == (engine if arch == "sm_90a" else "portable")
 
 
 @pytest.mark.parametrize(("dtype", "tf32"), [("f2", False), ("f4", False), ("f4", True)])
 @pytest.mark.parametrize("columns", [64, 1000, 8192])
-@pytest.mark.parametrize("split", [None, (plan._MOVERS, None)])
+@pytest.mark.parametrize("split", [None, (tiles.MOVERS, None)])
 def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, tf32, columns, split):
-    dtype, gpu = np.dtype(dtype), plan.Gpu("sm_90a", 132, 227 << 10)
-    options, shape = plan.Options(split, tf32=tf32), ((999,) * 4, columns, 777)
-    tile = plan.choose_tile(*shape, dtype, options, gpu, gathers=True)
-    types = plan.type_defines(dtype, dtype, tf32=tf32)
-    taken = plan.kernel_defines(types, tile, dtype, b_by_columns=tf32)
+    dtype, gpu = np.dtype(dtype), tiles.Gpu("sm_90a", 132, 227 << 10)
+    options, shape = mk.Options(split, tf32=tf32), ((999,) * 4, columns, 777)
+    tile = tiles.choose_tile(*shape, dtype, options, gpu, gathers=True)
+    types = tiles.type_defines(dtype, dtype, tf32=tf32)
+    taken = tiles.kernel_defines(types, tile, dtype, b_by_columns=tf32)
     assert taken in compile.kernels_for("allgather_gemm", gpu.arch)
 
 
@@ -539,12 +539,12 @@ def test_compile_has_the_kernels_that_plans_of_gemms_take(dtype, tf32, columns, 
 @pytest.mark.parametrize(("dtype", "tf32"), [("f2", False), ("f4", False), ("f4", True)])
 @pytest.mark.parametrize("columns", [64, 8192])
 def test_compile_has_the_kernels_that_plans_of_few_rows_take(arch, dtype, tf32, columns):
-    dtype, gpu = np.dtype(dtype), plan.Gpu(arch, 132, {"sm_80": 163, "sm_90a": 227}[arch] << 10)
-    options, shape = plan.Options(tf32=tf32), ((64,), columns, 777)
-    tile = plan.choose_tile(*shape, dtype, options, gpu, small=True)
-    kind, types = plan.GemmAllReducePlan, plan.type_defines(dtype, dtype, dtype, tf32=tf32)
+    dtype, gpu = np.dtype(dtype), tiles.Gpu(arch, 132, {"sm_80": 163, "sm_90a": 227}[arch] << 10)
+    options, shape = mk.Options(tf32=tf32), ((64,), columns, 777)
+    tile = tiles.choose_tile(*shape, dtype, options, gpu, small=True)
+    kind, types = plan.GemmAllReducePlan, tiles.type_defines(dtype, dtype, dtype, tf32=tf32)
     assert plan.has_low_latency(kind, (32, 32), columns, dtype, dtype, tile, gpu)
-    taken = plan.kernel_defines(types, tile, dtype, b_by_columns=tf32)
+    taken = tiles.kernel_defines(types, tile, dtype, b_by_columns=tf32)
     kernels = compile.kernels_for("gemm_allreduce", arch, small=True)
     assert taken in kernels
     assert all(defines.get("MK_TILE_COLUMNS", 256) <= 128 for defines in kernels)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mkernel_cp as mk
-from mkernel_cp import compiler, plan
+from mkernel_cp import compiler, tiles
 from mkernel_cp.attention_plan import (
     attention_tiles,
     hopper_attention_tile,
@@ -105,7 +105,7 @@ def test_compiles_as_device_code_without_spills(name, architecture, macros):
     chosen = MACROS[macros]
     if name == FEW_ROWS:
         dtype = np.dtype(macros.split("-")[0].replace("double", "float64"))
-        tile = plan.portable_tile(dtype, plan.Options(), SHARED_BYTES[architecture], small=True)
+        tile = tiles.portable_tile(dtype, mk.Options(), SHARED_BYTES[architecture], small=True)
         chosen = chosen | tile.defines(dtype)
     cubin, log = compile_kernel(name, architecture, chosen)
     found = complaint(cubin, log, name, architecture)
@@ -199,7 +199,7 @@ ATTENTION = [
 def test_attention_compiles_without_spills(architecture, dtype, columns):
     dtype = np.dtype(dtype)
     tile = portable_attention_tile(columns, dtype, SHARED_BYTES[architecture])
-    macros = {"MK_TYPE": plan.cpp_type(dtype), **tile.defines(dtype)}
+    macros = {"MK_TYPE": tiles.cpp_type(dtype), **tile.defines(dtype)}
     built = compile_kernel("ring_attention", architecture, macros)
     found = complaint(*built, "ring_attention", architecture)
     assert found is None, found
@@ -219,13 +219,13 @@ HOPPER_MAY_SPILL = [
 def test_attention_compiles_with_the_hopper_engine(dtype, columns, limit):
     """Neither serialised multiplies nor a dropped setmaxnreg, with any NVRTC that plans take."""
     dtype = np.dtype(dtype)
-    gpu = plan.Gpu("sm_90a", 132, SHARED_BYTES["sm_90a"], compiler.nvrtc_version())
+    gpu = tiles.Gpu("sm_90a", 132, SHARED_BYTES["sm_90a"], compiler.nvrtc_version())
     tile = hopper_attention_tile(columns, SHARED_BYTES["sm_90a"])
     taken = tile in attention_tiles(dtype, gpu)
     assert taken == (gpu.nvrtc >= (12, 8))
     if not taken:
         return
-    macros = {"MK_TYPE": plan.cpp_type(dtype), **tile.defines(dtype)}
+    macros = {"MK_TYPE": tiles.cpp_type(dtype), **tile.defines(dtype)}
     built = compile_kernel("ring_attention", "sm_90a", macros)
     found = complaint(*built, "ring_attention", limit=limit)
     assert found is None, found
@@ -235,7 +235,7 @@ def test_attention_compiles_for_several_nodes():
     """Movers, which ask for what has come over the network, lack registers."""
     dtype = np.dtype("bfloat16")
     tile = hopper_attention_tile(128, SHARED_BYTES["sm_90a"])
-    macros = {"MK_TYPE": plan.cpp_type(dtype), "MK_NODES": 1, **tile.defines(dtype)}
+    macros = {"MK_TYPE": tiles.cpp_type(dtype), "MK_NODES": 1, **tile.defines(dtype)}
     built = compile_kernel("ring_attention", "sm_90a", macros)
     found = complaint(*built, "ring_attention", limit=576)
     assert found is None, found

@@ -14,7 +14,7 @@ import worlds
 from routing import ExpertCase, ids_of, tokens_of, weights_of
 
 import mkernel_cp as mk
-from mkernel_cp import plan as plans
+from mkernel_cp import tiles
 from mkernel_cp.host_kernel import HostKernel
 
 on = emulated.on
@@ -26,7 +26,7 @@ def compiled(kernels, tmp_path_factory):
         emulated.kernels(tmp_path_factory.mktemp("emulated") / "kernels"),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(plans, "_GROUP_TILES", (*plans._GROUP_TILES[:2], (128, 128, 16, 2.0)))
+        patch.setattr(tiles, "_GROUP_TILES", (*tiles._GROUP_TILES[:2], (128, 128, 16, 2.0)))
         yield
 
 
@@ -81,7 +81,7 @@ def test_combine_equals_reference(case):
 def test_rows_are_gathered(on, monkeypatch, case, order, large):
     """Tokens come through the copy engine; rows of a tile that are no expert's are left alone."""
     if large:
-        monkeypatch.setattr(plans, "_LARGE_GROUP", 0)
+        monkeypatch.setattr(tiles, "_LARGE_GROUP", 0)
 
     def program(comm):
         rank, w = comm.rank, weights_of(case, comm.rank)
@@ -112,7 +112,7 @@ def test_rows_are_gathered(on, monkeypatch, case, order, large):
 @pytest.mark.parametrize("engine", [*emulated.ENGINES, "whole"])
 def test_layer_equals_reference(on, monkeypatch, engine):
     if engine == "whole":
-        monkeypatch.setattr(plans, "_LARGE_GROUP", 0)
+        monkeypatch.setattr(tiles, "_LARGE_GROUP", 0)
     on("hopper" if engine == "whole" else engine, progress_timeout=0)
     layer.test_equals_reference(case("tails", (50, 33), 104, 72, 5, 3, "zipf", "swiglu", 80))
 

@@ -16,6 +16,7 @@ from shapes import Case, ReductionCase
 
 import mkernel_cp as mk
 from mkernel_cp import plan as plans
+from mkernel_cp import tiles
 from mkernel_cp.host_kernel import HostKernel
 
 on = emulated.on
@@ -29,7 +30,7 @@ def compiled(kernels, tmp_path_factory):
         emulated.kernels(tmp_path_factory.mktemp("emulated") / "kernels"),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(plans, "_HOPPER_TILES", (NARROW, WIDE, PAIR))
+        patch.setattr(tiles, "_HOPPER_TILES", (NARROW, WIDE, PAIR))
         yield
 
 
@@ -160,7 +161,7 @@ def test_sums_over_ranks(on, form, engine, case):
 @pytest.mark.parametrize("seed", range(3))
 def test_many_strips_pass_through_few_slots(on, seed, transfer, monkeypatch):
     """A warp alone stores what the peer has pushed of earlier stripes."""
-    monkeypatch.setattr(plans, "_HOPPER_TILES", ((128, 256, 1, 1.0),))
+    monkeypatch.setattr(tiles, "_HOPPER_TILES", ((128, 256, 1, 1.0),))
     half = "bfloat16"
     case = ReductionCase("strips", (200, 190), 1032, (40, 30), half, half, transfer_dtype=transfer)
     options = {"split": (0, 1)}
@@ -216,7 +217,7 @@ def test_few_rows_in_tiles_of_any_width(on, operator, columns, n):
 def test_sums_of_pairs_of_blocks(on, monkeypatch, form):
     """The second block of a pair has no rows of some tiles."""
     operator, way = worlds.SUMS[form]
-    monkeypatch.setattr(plans, "_HOPPER_TILES", (PAIR,))
+    monkeypatch.setattr(tiles, "_HOPPER_TILES", (PAIR,))
     half = "bfloat16"
     case = ReductionCase("pairs", (150, 70), 40, (9, 70), half, half, transfer_dtype=half)
     on("hopper")
@@ -229,7 +230,7 @@ def test_ranks_agree_on_whether_they_pull(on, monkeypatch, k):
     """Each has terms of its own number; who has most of them decides."""
     monkeypatch.setattr(plans, "LINK_RATE", 1e12)
     monkeypatch.setattr(plans, "_LEAST_WAVES_PULLED", 0)
-    monkeypatch.setattr(plans, "_HOPPER_TILES", (PAIR,))
+    monkeypatch.setattr(tiles, "_HOPPER_TILES", (PAIR,))
     monkeypatch.setattr(plans, "_HANDOVER_S", -np.inf)
 
     def program(comm):

@@ -13,7 +13,7 @@ from test_ring_attention import AttentionCase, blocks_of, counts_in, expected
 
 import mkernel_cp as mk
 from mkernel_cp import compiler
-from mkernel_cp.plan import Options
+from mkernel_cp.arguments import Options
 
 pytestmark = pytest.mark.gpu
 

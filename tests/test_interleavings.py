@@ -134,7 +134,7 @@ def test_every_interleaving_between_nodes_gives_the_right_result(
 ):
     """Proxies and network cards get turns, too."""
     if staged:
-        worlds.stage(monkeypatch, 64, slots=1)
+        worlds.stage(monkeypatch, 64, count=1)
     world = make_world(form, 1, (1, 2), nodes=(2, 1), transport=transport)
     simulations.assert_right(world, 40, LAUNCHES)
 

@@ -22,7 +22,7 @@ from mkernel_cp.moe_plan import (
     dispatch_tile,
     plan_moe_dispatch_gemm,
 )
-from mkernel_cp.plan import Gpu
+from mkernel_cp.tiles import Gpu
 
 
 def cases(world):

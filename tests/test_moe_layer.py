@@ -23,7 +23,7 @@ from test_moe_dispatch_gemm import call_and_wait
 import mkernel_cp as mk
 from mkernel_cp.failure import Reason
 from mkernel_cp.moe_plan import ACTIVATIONS, Layer, MoeLayerPlan, layer_tile, plan_moe_layer
-from mkernel_cp.plan import Gpu, HostTile
+from mkernel_cp.tiles import Gpu, HostTile
 
 # Kernels take long to compile, and each combination is one.
 ACTIVATION_OF = dict(zip(DTYPES, ACTIVATIONS[:3] + ACTIVATIONS[:1], strict=True))

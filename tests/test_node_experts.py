@@ -69,7 +69,7 @@ def test_dispatch_equals_reference(nodes, transport, case):
 )
 def test_every_interleaving_gives_the_right_result(operator, asked, transport, staged, monkeypatch):
     if staged:
-        worlds.stage(monkeypatch, 64, slots=1)
+        worlds.stage(monkeypatch, 64, count=1)
     turns = operator.Simulated(*asked, nodes=(2, 1), transport=transport)
     with contextlib.closing(turns):
         simulations.assert_right(turns, 20, operator.LAUNCHES)

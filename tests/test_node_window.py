@@ -53,7 +53,7 @@ def test_equals_reference(nodes, transport, case):
 )
 def test_every_interleaving_gives_the_right_result(window, transport, causal, staged, monkeypatch):
     if staged:
-        worlds.stage(monkeypatch, 64, slots=1)
+        worlds.stage(monkeypatch, 64, count=1)
     options = {"nodes": (2, 1), "transport": transport}
     turns = Simulated("zigzag", causal, window, 1, (1, 2), **options)
     with contextlib.closing(turns):

@@ -7,12 +7,12 @@ import math
 
 import numpy as np
 import pytest
-from shapes import DTYPES, ReductionCase, cases
+from shapes import ReductionCase, cases
 
 import mkernel_cp as mk
-from mkernel_cp import attention_plan, moe_plan
+from mkernel_cp import attention_plan, moe_plan, tiles
 from mkernel_cp import plan as plans
-from mkernel_cp.plan import DTYPES as ALLOWED
+from mkernel_cp.arguments import DTYPES as ALLOWED
 
 CASES = [case for size in (1, 2, 3, 4, 7) for case in cases(count=10, seed=size, world=size)]
 OPTIONS = (
@@ -210,105 +210,6 @@ def test_plans_are_values():
         make(case, 0).n = 3
 
 
-# --- options ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"split": (1,)},
-        {"split": (1, 2, 3, 4)},
-        {"split": (1, 0)},
-        {"split": (1, -1)},
-        {"split": (1, 1025)},
-        {"tile": ()},
-        {"tile": (1, 2)},
-        {"tile": (64, 64, 0)},
-        {"tile": (64, 2000, 64)},
-        {"chunk_bytes": 0},
-        {"chunk_bytes": -5},
-        {"sm_budget": 0},
-    ],
-    ids=str,
-)
-def test_wrong_options_are_named(keywords):
-    (name,) = keywords
-    with pytest.raises(ValueError, match=rf"{name}=.*use "):
-        mk.Options(**keywords)
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"split": 5},
-        {"split": (1.5, 2)},
-        {"tile": ("8", "8", "8")},
-        {"tile": (8, 8, 8.5)},
-        {"chunk_bytes": 1e5},
-        {"chunk_bytes": 1.5},
-        {"chunk_bytes": "1000"},
-        {"chunk_bytes": True},
-        {"tile": (8, 8, True)},
-        {"sm_budget": 8.0},
-        {"tf32": 1},
-        {"tf32": None},
-    ],
-    ids=str,
-)
-def test_options_that_are_no_integers_are_refused(keywords):
-    with pytest.raises(TypeError):
-        mk.Options(**keywords)
-
-
-def test_what_names_no_dtype_is_told_with_those_there_are():
-    text = "dtype='bf16' is no dtype: use one of bfloat16, float16, float32, float64"
-    with pytest.raises(TypeError, match=f"^{text}$"):
-        plans.output_dtype(np.dtype(np.float32), "bf16")
-    with pytest.raises(TypeError, match=f"^Options: transfer_{text}$"):
-        mk.Options(transfer_dtype="bf16")
-
-
-def test_options_may_be_any_integers_and_are_hashable():
-    assert mk.Options(split=[1, None, np.int32(2)]).split == (1, None, 2)
-    plain = mk.Options(split=(1, 2), tile=(8, 16, 1024), chunk_bytes=4096)
-    other = mk.Options(
-        split=[np.int64(1), 2], tile=np.array([8, 16, 1024]), chunk_bytes=np.int32(4096)
-    )
-    assert plain == other
-    assert hash(plain) == hash(other)
-    assert plain.tile == (8, 16, 1024)
-    assert mk.Options() == mk.Options(None, None, None)
-    assert mk.Options() != plain
-
-
-# --- dtypes -------------------------------------------------------------------------------------
-
-
-def test_dtypes():
-    assert [dtype.name for dtype in ALLOWED] == list(DTYPES)
-    for dtype in ALLOWED:
-        plans.check_dtype("a", dtype)
-        assert plans.output_dtype(dtype, None) == dtype
-        assert plans.output_dtype(dtype, dtype) == dtype
-        for wanted in ALLOWED:
-            if wanted == dtype or (dtype.itemsize == 2 and wanted == np.float32):
-                assert plans.output_dtype(dtype, wanted) == wanted
-                continue
-            with pytest.raises(TypeError, match=f"{wanted}: not allowed for {dtype}.*{dtype}"):
-                plans.output_dtype(dtype, wanted)
-    assert plans.output_dtype(np.dtype(np.float16), "float32") == np.float32
-    names = [plans.cpp_type(dtype) for dtype in ALLOWED]
-    assert names == ["bfloat16", "float16", "float", "double"]
-
-
-@pytest.mark.parametrize(
-    "dtype", ["int8", "int64", "uint16", "bool", "complex64", "complex128", ">f8", "O", "S4", "V2"]
-)
-def test_other_dtypes_are_refused_with_the_allowed_ones(dtype):
-    with pytest.raises(TypeError, match=r"x has dtype .*bfloat16, float16, float32, float64"):
-        plans.check_dtype("x", np.dtype(dtype))
-
-
 def test_a_plan_is_the_same_when_it_is_read_again(tmp_path):
     for case in CASES[::7]:
         for rank in range(case.world):
@@ -368,7 +269,7 @@ def make_reduction(
     kind, case, rank, options=OPTIONS[0], low_latency=False, nodes=None, *, pulled=False
 ):
     k, dtype = case.k_per_rank[rank], np.dtype(case.dtype)
-    tile = plans.choose_tile(case.row_counts, case.n, k, dtype, options, None)
+    tile = tiles.choose_tile(case.row_counts, case.n, k, dtype, options, None)
     return plans.plan_reduction(
         *(kind, rank, case.row_counts, case.n, k, dtype, np.dtype(case.out_dtype)),
         *(np.dtype(case.transfer_dtype), tile, low_latency, options),
@@ -447,7 +348,7 @@ def test_stripes_are_whole_tiles_and_cover_the_columns():
 def test_few_rows_are_summed_with_low_latency():
     bfloat16 = np.dtype("bfloat16")
     scatter, whole = KINDS
-    small = plans.choose_tile((64,), 8192, 1024, bfloat16, OPTIONS[0], H100, small=True)
+    small = tiles.choose_tile((64,), 8192, 1024, bfloat16, OPTIONS[0], H100, small=True)
 
     def chosen(kind, counts, n=8192, tile=small):
         return plans.has_low_latency(kind, counts, n, bfloat16, bfloat16, tile, H100)
@@ -462,7 +363,7 @@ def test_few_rows_are_summed_with_low_latency():
     # Several waves of tiles, in each of which all wait.
     assert not chosen(whole, (8, 8), 20 * 8192)
     # Whose sums leave no registers.
-    large = plans.choose_tile((8192,), 8192, 1024, bfloat16, OPTIONS[0], H100)
+    large = tiles.choose_tile((8192,), 8192, 1024, bfloat16, OPTIONS[0], H100)
     assert large.tile[1] > small.tile[1]
     assert not chosen(whole, (16, 16), 64, large)
 
@@ -500,13 +401,13 @@ def test_plans_of_sums_are_explained_and_kept(kind, low_latency, tmp_path):
         other.load(tmp_path / "plan.json")
 
 
-H100 = plans.Gpu("sm_90a", 132, 232448)
+H100 = tiles.Gpu("sm_90a", 132, 232448)
 
 
 def test_partial_sums_that_take_less_time_than_their_products_are_pulled():
     bfloat16, float32 = np.dtype("bfloat16"), np.dtype(np.float32)
     scatter, whole = KINDS
-    tile = plans.choose_tile((4096, 4096), 8192, 2048, bfloat16, OPTIONS[0], H100)
+    tile = tiles.choose_tile((4096, 4096), 8192, 2048, bfloat16, OPTIONS[0], H100)
 
     def pulls(kind=scatter, tile=tile, rows=(4096, 4096), k=2048, dtype=bfloat16):
         return plans.pulls_partials(kind, tile, H100, rows, 8192, k, dtype)
@@ -518,8 +419,8 @@ def test_partial_sums_that_take_less_time_than_their_products_are_pulled():
     assert not pulls(k=1024)
     assert not pulls(dtype=float32)
     assert not pulls(kind=whole)
-    assert not pulls(tile=plans.default_tile(bfloat16))
-    assert not pulls(tile=plans._hopper_tile(128, 128, 64, 1, 0, H100.shared_bytes))
+    assert not pulls(tile=tiles.default_tile(bfloat16))
+    assert not pulls(tile=tiles._hopper_tile(128, 128, 64, 1, 0, H100.shared_bytes))
 
 
 def test_what_is_pulled_has_room_where_it_comes_from_and_on_the_way():
@@ -530,9 +431,9 @@ def test_what_is_pulled_has_room_where_it_comes_from_and_on_the_way():
     assert pulled.bytes_from_peers == pushed.bytes_from_peers
     assert "partial sums are brought as" in pulled.explain()
     assert "partial sums travel as" in pushed.explain()
-    for shape in plans._HOPPER_TILES:
-        tile = plans._hopper_tile(*shape[:2], 64, shape[2], 0, H100.shared_bytes)
-        tile = plans.bringing(tile, H100.shared_bytes)
+    for shape in tiles._HOPPER_TILES:
+        tile = tiles._hopper_tile(*shape[:2], 64, shape[2], 0, H100.shared_bytes)
+        tile = tiles.bringing(tile, H100.shared_bytes)
         assert tile.courier_bytes > 16 << 10
         assert tile.shared_bytes(np.dtype("bfloat16"), np.dtype("f4")) <= H100.shared_bytes
 
@@ -561,24 +462,6 @@ def test_the_last_tiles_are_halved_where_most_agents_would_have_none(rows, n, wh
     assert plan.whole_tiles == 8 * 28
 
 
-def test_tiles_that_can_be_halved_are_chosen_for_a_last_wave_that_is_half_empty():
-    shape = (512,) * 4, 7168, mk.Options(split=(0, None)), H100, 8192
-    assert plans.hopper_tile(*shape, gathers=True).tile[:2] == (128, 256)
-    assert plans.hopper_tile(*shape, gathers=False).tile[:2] == (128, 192)
-
-
-def test_blocks_of_hopper_bring_rows_beside_the_tiles_unless_a_split_says_otherwise():
-    def tile(ranks, **options):
-        counts = (4096 // ranks,) * ranks
-        return plans.hopper_tile(counts, 1024, mk.Options(**options), H100, 4096, gathers=True)
-
-    assert (tile(4).movers, tile(1).movers) == (0, 0)
-    assert tile(4, split=(6, None)).movers == 6
-    assert (
-        tile(4).courier_bytes > 0 == tile(4, split=(6, None)).courier_bytes == tile(1).courier_bytes
-    )
-
-
 @pytest.mark.parametrize(("n", "split"), [(8, (20, 32)), (1024, (0, 132))])
 def test_blocks_without_tiles_bring_rows_and_else_all_do(n, split):
     counts, dtype = (1024,) * 4, np.dtype(np.float16)
@@ -605,20 +488,11 @@ def test_movers_are_whole_clusters_and_leave_room_for_tiles(counts, n, k, capaci
     assert plan.split == split
 
 
-def test_a_small_budget_of_multiprocessors_gets_other_tiles_of_hopper():
-    def tile(budget):
-        options = mk.Options(sm_budget=budget)
-        return plans.hopper_tile((64,) * 4, 4096, options, H100, 4096, gathers=False).tile[:2]
-
-    assert tile(None) == tile(1000)
-    assert tile(None) != tile(8)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ALLOWED, ids=str)
 def test_plans_of_sums_for_a_gpu(kind, dtype):
     counts, options = (1024,) * 4, mk.Options()
-    tile = plans.choose_tile(counts, 4096, 1024, dtype, options, H100)
+    tile = tiles.choose_tile(counts, 4096, 1024, dtype, options, H100)
     plan = plans.plan_reduction(
         kind, 2, counts, 4096, 1024, dtype, dtype, dtype, tile, False, options, capacity=132
     )

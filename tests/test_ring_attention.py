@@ -24,7 +24,7 @@ from mkernel_cp.attention_plan import (
     zigzag_counts,
 )
 from mkernel_cp.failure import Reason
-from mkernel_cp.plan import Gpu
+from mkernel_cp.tiles import Gpu
 
 LAYOUTS = ("contiguous", "zigzag")
 

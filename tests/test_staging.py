@@ -17,7 +17,7 @@ from test_ring_attention import assert_right as assert_attention
 from test_ring_attention import call as attend
 
 import mkernel_cp as mk
-from mkernel_cp import plan
+from mkernel_cp import slots, tiles
 from mkernel_cp.attention_plan import Attention, plan_ring_attention
 from mkernel_cp.moe_plan import (
     Layer,
@@ -218,7 +218,7 @@ def test_cards_write_tokens_and_sums_as_the_plan_says(kind):
 
 
 def test_those_who_serve_the_network_are_among_what_a_gpu_runs():
-    half, options, gpu, agents = np.dtype("f2"), mk.Options(), plan.Gpu("sm_80", 66, 163 << 10), 66
+    half, options, gpu, agents = np.dtype("f2"), mk.Options(), tiles.Gpu("sm_80", 66, 163 << 10), 66
     asked = {"nodes": (1, 1), "staged": True}
     attention = Attention(
         *(1, (4096, 4096), 8, 8, 64, half), causal=True, scale=1.0, layout="contiguous", **asked
@@ -237,8 +237,8 @@ def test_those_who_serve_the_network_are_among_what_a_gpu_runs():
 
 
 def test_a_line_may_be_longer_than_a_slot(monkeypatch):
-    monkeypatch.setattr(plan, "SLOT_BYTES", 128)
-    assert [plan.parcels(*of) for of in ((0, 5), (5, 0), (3, 128), (4, 40), (2, 300))] == [
+    monkeypatch.setattr(slots, "SLOT_BYTES", 128)
+    assert [slots.parcels(*of) for of in ((0, 5), (5, 0), (3, 128), (4, 40), (2, 300))] == [
         *(1, 1, 3, 2, 6)
     ]
 

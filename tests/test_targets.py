@@ -8,14 +8,14 @@ import pytest
 from launcher import ROOT, mpirun
 
 import mkernel_cp as mk
-from mkernel_cp import compiler, plan
+from mkernel_cp import arguments, compiler, plan, tiles
 from mkernel_cp.targets import cuda, host
 from mkernel_cp.topology import Topology
 
-H100 = plan.Gpu("sm_90a", 132, 232448)
-PORTABLE = plan.Gpu("sm_90", 132, 232448)
-A100 = plan.Gpu("sm_80", 108, 166912)
-SMALL = plan.Gpu("sm_86", 84, 101376)
+H100 = tiles.Gpu("sm_90a", 132, 232448)
+PORTABLE = tiles.Gpu("sm_90", 132, 232448)
+A100 = tiles.Gpu("sm_80", 108, 166912)
+SMALL = tiles.Gpu("sm_86", 84, 101376)
 
 
 def survey(uuid, **reaches):
@@ -64,26 +64,26 @@ def test_without_cupy_or_gpu_the_error_says_what_to_install():
 
 
 @pytest.mark.parametrize("gpu", [H100, A100, SMALL], ids=lambda gpu: gpu.arch)
-@pytest.mark.parametrize("dtype", plan.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", arguments.DTYPES, ids=str)
 def test_default_tiles_fit_the_gpu(dtype, gpu):
-    tile = plan.portable_tile(dtype, mk.Options(), gpu.shared_bytes)
+    tile = tiles.portable_tile(dtype, mk.Options(), gpu.shared_bytes)
     assert tile.shared_bytes(dtype, dtype) <= gpu.shared_bytes
     assert tile.stages >= 2
-    assert bool(tile.defines(dtype)) == (tile != plan.default_tile(dtype))
+    assert bool(tile.defines(dtype)) == (tile != tiles.default_tile(dtype))
     if gpu is H100:
         assert not tile.defines(dtype)
     if gpu is not SMALL:
-        assert tile.tile[:2] == plan.default_tile(dtype).tile[:2]
+        assert tile.tile[:2] == tiles.default_tile(dtype).tile[:2]
 
 
 def test_a_tile_that_is_asked_for_gets_the_stages_that_fit():
-    half = plan.DTYPES[0]
+    half = arguments.DTYPES[0]
 
     def chosen(*tile, gpu=H100):
-        return plan.portable_tile(half, mk.Options(tile=tile), gpu.shared_bytes)
+        return tiles.portable_tile(half, mk.Options(tile=tile), gpu.shared_bytes)
 
-    assert chosen(128, 256, 128) == plan.default_tile(half)
-    assert chosen(128, 256, 64) == plan.PortableTile((128, 256, 64), 4)
+    assert chosen(128, 256, 128) == tiles.default_tile(half)
+    assert chosen(128, 256, 64) == tiles.PortableTile((128, 256, 64), 4)
     assert chosen(128, 256, 64, gpu=A100).stages == 3
     assert chosen(128, 128, 64, gpu=SMALL).stages == 2
 
@@ -92,9 +92,9 @@ def test_a_tile_that_is_asked_for_gets_the_stages_that_fit():
 @pytest.mark.parametrize("gpu", [H100, A100, SMALL], ids=lambda gpu: gpu.arch)
 def test_tiles_are_those_of_the_header(tmp_path, gpu):
     """Python and the header compute the same shared memory, with and without macros."""
-    for number, dtype in enumerate(plan.DTYPES):
-        tile = plan.portable_tile(dtype, mk.Options(), gpu.shared_bytes)
-        tiling = f"mk::engine::Tiling<mk::{plan.cpp_type(dtype)}>"
+    for number, dtype in enumerate(arguments.DTYPES):
+        tile = tiles.portable_tile(dtype, mk.Options(), gpu.shared_bytes)
+        tiling = f"mk::engine::Tiling<mk::{tiles.cpp_type(dtype)}>"
         tiling = tiling.replace("mk::float>", "float>").replace("mk::double>", "double>")
         source = tmp_path / f"tile_{number}.cu"
         source.write_text(
@@ -112,14 +112,14 @@ def test_tiles_are_those_of_the_header(tmp_path, gpu):
 
 
 def make(options=None, *, ranks=4, rows=4096, n=1024, capacity=132, gpu=PORTABLE):
-    dtype = plan.DTYPES[0]
+    dtype = arguments.DTYPES[0]
     return plan.plan_allgather_gemm(
         0, (rows,) * ranks, n, 4096, dtype, dtype, False, options or mk.Options(), gpu, capacity
     )
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("tile", [tile[:2] for tile in plan._HOPPER_TILES], ids=str)
+@pytest.mark.parametrize("tile", [tile[:2] for tile in tiles._HOPPER_TILES], ids=str)
 def test_tiles_of_the_hopper_engine_fit(tile, ranks):
     made = make(mk.Options(tile=(*tile, 128)), gpu=H100, ranks=ranks, rows=1 << 14)
     assert made.engine == "hopper"
@@ -129,7 +129,7 @@ def test_tiles_of_the_hopper_engine_fit(tile, ranks):
     assert made.shared_bytes <= H100.shared_bytes
     for movers, gathers in itertools.product((0, 8), (False, True)):
         options = mk.Options(tile=(*tile, 128), split=(movers, None))
-        chosen = plan.hopper_tile((4096,) * ranks, 1024, options, H100, 4096, gathers=gathers)
+        chosen = tiles.hopper_tile((4096,) * ranks, 1024, options, H100, 4096, gathers=gathers)
         assert chosen.stages >= 3
         assert (chosen.courier_bytes > 0) == (ranks > 1 and gathers and not movers)
         assert chosen.strips * 8192 >= chosen.part[0] * chosen.part[1] * 2  # a whole part
@@ -140,7 +140,7 @@ def test_the_hopper_engine_is_for_16_bits_and_its_own_tiles():
     assert make(mk.Options(tile=(64, 128, 64)), gpu=H100).engine == "portable"
     assert make(rows=0, gpu=H100).split == (1, 1)
     float32 = np.dtype(np.float32)
-    tile = plan.choose_tile((64,), 64, 64, float32, mk.Options(), H100)
+    tile = tiles.choose_tile((64,), 64, 64, float32, mk.Options(), H100)
     assert tile.engine == "portable"
     with pytest.raises(ValueError, match="clusters of 2"):
         make(mk.Options(tile=(256, 256, 64), split=(0, 5)), gpu=H100)

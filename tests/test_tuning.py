@@ -15,7 +15,7 @@ from mkernel_cp.bench import tuner
 from mkernel_cp.commands.bench import BENCHES
 from mkernel_cp.moe_plan import Dispatch
 from mkernel_cp.operators.moe_dispatch_gemm import measured
-from mkernel_cp.plan import Gpu
+from mkernel_cp.tiles import Gpu
 
 ENTRY = tuning.Entry(
     *("allgather_gemm", "cpu", "float32", 2, (64, 48, 32)),

@@ -16,9 +16,9 @@ import one_gpu
 from shapes import Case, ReductionCase, operands, reduction_operands
 
 import mkernel_cp as mk
-from mkernel_cp import plan, reference
+from mkernel_cp import plan, reference, slots
+from mkernel_cp.arguments import Options
 from mkernel_cp.communicator import Communicator
-from mkernel_cp.plan import Options
 from mkernel_cp.targets.host import HostTarget
 from mkernel_cp.transport import staging
 
@@ -136,14 +136,14 @@ def small_tile(comm, tile):
     return None if comm._runtime.machine.gpu else tile
 
 
-def stage(patch, slot_bytes, slots=2):
+def stage(patch, slot_bytes, count=2):
     """Have nodes meet through few slots of host memory, as on GPUs that network cards do not reach.
 
     The slots are small: so they are used again and again in every call.
     """
     patch.setattr(HostTarget, "reached_by_cards", False)
-    patch.setattr(staging, "SLOTS", slots)
-    patch.setattr(plan, "SLOT_BYTES", slot_bytes)
+    patch.setattr(staging, "SLOTS", count)
+    patch.setattr(slots, "SLOT_BYTES", slot_bytes)
 
 
 # How partial sums come to who adds them.

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import reference
+from ..arguments import Options
 from ..communicator import Communicator, runtime_of
 from ..errors import Error
-from ..plan import Options
 from . import baselines, timing
 from .baselines import available
 from .data import SETS, Operands, normal

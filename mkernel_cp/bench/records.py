@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..arguments import DTYPES
 from ..communicator import Communicator
 from ..errors import ConfigurationError, Error
-from ..plan import DTYPES
 from ..tuning import card_of
 
 RESULTS = Path(__file__).parent / "results"

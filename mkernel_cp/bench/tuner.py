@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import plan as plans
 from .. import tuning
+from ..arguments import Options
 from ..communicator import Communicator, runtime_of
 from ..errors import Error
-from ..plan import Options
+from ..tiles import HOPPER_TILES
 from . import timing
 from .data import SETS
 from .operator import OperatorBench, measuring
@@ -22,7 +22,7 @@ _WORTHWHILE = 0.98  # of the time that the cost model's choices take
 
 # What is tried, per engine.
 _TILES = {
-    "hopper": plans.HOPPER_TILES,
+    "hopper": HOPPER_TILES,
     "portable": (),
     "host": ((32, 32, 64), (64, 64, 64), (128, 64, 64)),
 }

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import compiler, plan
+from .. import compiler
+from ..arguments import DTYPES
 from ..attention_plan import attention_tiles
 from ..errors import CompileError, ConfigurationError
 from ..moe_plan import ACTIVATIONS, expert_tiles
+from ..tiles import Gpu, cpp_type, gpu_tiles, kernel_defines, type_defines
 from . import spelled
 from .job import say
 
@@ -39,52 +41,50 @@ def kernels_for(operator: str, arch: str, *, small: bool = False) -> list[dict[s
     whose sums travel in the dtype of the operands. `small`: those of sums of few rows.
     """
     kib = _SHARED_KIB.get(arch[3:].rstrip("af"), _SHARED_KIB_OF_OTHERS)
-    gpu = plan.Gpu(arch, 0, kib << 10, compiler.nvrtc_version())
+    gpu = Gpu(arch, 0, kib << 10, compiler.nvrtc_version())
     if operator == "ring_attention":
         return [
-            {"MK_TYPE": plan.cpp_type(dtype), **tile.defines(dtype)}
-            for dtype in plan.DTYPES
+            {"MK_TYPE": cpp_type(dtype), **tile.defines(dtype)}
+            for dtype in DTYPES
             for tile in attention_tiles(dtype, gpu)
         ]
     if operator == "moe_layer":
         return [
-            plan.kernel_defines(
+            kernel_defines(
                 {
-                    "MK_TYPE": plan.cpp_type(dtype),
-                    "MK_TRANSFER_TYPE": plan.cpp_type(dtype),
+                    "MK_TYPE": cpp_type(dtype),
+                    "MK_TRANSFER_TYPE": cpp_type(dtype),
                     "MK_ACTIVATION": activation or "none",
                 },
                 tile,
                 dtype,
             )
-            for dtype in plan.DTYPES
+            for dtype in DTYPES
             for activation in ACTIVATIONS
             for tile in expert_tiles(dtype, gpu, pairs=activation == "swiglu")
         ]
     if operator in _EXPERTS:
         other = "MK_TRANSFER_TYPE" if operator == "moe_combine" else "MK_OUT_TYPE"
         return [
-            plan.kernel_defines(
-                {"MK_TYPE": plan.cpp_type(dtype), other: plan.cpp_type(out_dtype)}, tile, dtype
-            )
-            for dtype in plan.DTYPES
+            kernel_defines({"MK_TYPE": cpp_type(dtype), other: cpp_type(out_dtype)}, tile, dtype)
+            for dtype in DTYPES
             for out_dtype in (
                 {dtype: dtype, _FLOAT32: _FLOAT32} if dtype.itemsize == 2 else [dtype]
             )
             for tile in expert_tiles(dtype, gpu)[: 1 if operator == "moe_combine" else None]
         ]
-    kinds = [(dtype, dtype, False) for dtype in plan.DTYPES]
-    kinds += [(dtype, _FLOAT32, dtype == _FLOAT32) for dtype in plan.DTYPES if dtype.itemsize < 8]
+    kinds = [(dtype, dtype, False) for dtype in DTYPES]
+    kinds += [(dtype, _FLOAT32, dtype == _FLOAT32) for dtype in DTYPES if dtype.itemsize < 8]
     sums = _GEMMS[operator]
     return [
-        plan.kernel_defines(
-            plan.type_defines(dtype, out_dtype, dtype if sums else None, tf32=tf32),
+        kernel_defines(
+            type_defines(dtype, out_dtype, dtype if sums else None, tf32=tf32),
             tile,
             dtype,
             b_by_columns=tf32,
         )
         for dtype, out_dtype, tf32 in kinds
-        for tile in plan.gpu_tiles(dtype, gpu, gathers=not sums, tf32=tf32, small=small)
+        for tile in gpu_tiles(dtype, gpu, gathers=not sums, tf32=tf32, small=small)
     ]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..arguments import check_dtype, output_dtype
 from ..attention_plan import MOST_COLUMNS, zigzag_counts
 from ..communicator import Communicator, runtime_of
 from ..operators import allgather_gemm as gather
@@ -27,7 +28,6 @@ from ..operators.moe_dispatch_gemm import moe_dispatch_gemm as dispatch
 from ..operators.moe_layer import moe_layer as layer
 from ..operators.ring_attention import ring_attention as attention
 from ..operators.ring_attention import zigzag_split
-from ..plan import check_dtype, output_dtype
 from ..reference import accumulator_dtype, array_split_counts
 from .job import together
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from .. import tuning
+from ..arguments import Options
 from ..bench.tuner import Tuner
 from ..communicator import Communicator
-from ..plan import Options
 from .bench import BENCHES
 from .job import together
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from .. import plan as plans
 from .. import structs
+from ..arguments import Options
 from ..communicator import Communicator
 from ..host_pages import digest_of
 from ..memory import Location, extent
@@ -26,7 +27,7 @@ def allgather_gemm(
     out: np.ndarray | None = None,
     dtype: Any = None,
     stream: Any = None,
-    options: plans.Options | None = None,
+    options: Options | None = None,
 ) -> np.ndarray:
     """Return A @ b, where A is the rows `a` of all ranks, one rank's below another's.
 
@@ -130,7 +131,7 @@ class AllGatherGemm(GemmOperator):
         out: np.ndarray | None = None,
         dtype: Any = None,
         stream: Any = None,
-        options: plans.Options | None = None,
+        options: Options | None = None,
     ):
         self._plan((a, b), comm, out, stream, row_counts=row_counts, dtype=dtype, options=options)
 

@@ -8,9 +8,11 @@ import numpy as np
 
 from .. import plan as plans
 from .. import structs
+from ..arguments import output_dtype
 from ..host_pages import digest_of
 from ..runtime import Runtime
 from ..shared_memory import Arena
+from ..tiles import choose_tile, kernel_defines, type_defines
 from . import operands
 from .operator import Operator, Preparation
 
@@ -45,7 +47,7 @@ class GemmSpec:
                 f"a has shape {a.shape}, b {b.shape}: a needs as many columns as b has rows"
             )
         self.a_rows = len(a)
-        self.out_dtype = plans.output_dtype(self.dtype, dtype)
+        self.out_dtype = output_dtype(self.dtype, dtype)
         self.options = operands.options(options, sums=self.sums)
         if self.options.tf32 and self.dtype != np.float32:
             raise TypeError(
@@ -149,7 +151,7 @@ class GemmOperator(Operator):
 
     def _choose_tile(self) -> Any:
         spec, gpu = self._spec, self._runtime.machine.gpu
-        return plans.choose_tile(
+        return choose_tile(
             spec.row_counts, spec.n, spec.k, spec.dtype, spec.options, gpu, gathers=True
         )
 
@@ -160,13 +162,13 @@ class GemmOperator(Operator):
     def _type_defines(self) -> dict[str, str]:
         """Return the macros that say what the kernel's dtypes are."""
         spec = self._spec
-        return plans.type_defines(spec.dtype, spec.out_dtype, tf32=spec.options.tf32)
+        return type_defines(spec.dtype, spec.out_dtype, tf32=spec.options.tf32)
 
     # --- kernel and structs -----------------------------------------------------------------------
 
     def _load(self, a_by_columns: bool) -> Any:
         """Return the kernel for operands in these orders, compiled and loaded."""
-        words = plans.kernel_defines(
+        words = kernel_defines(
             *(self._type_defines(), self._tile, self._spec.dtype),
             a_by_columns=a_by_columns,
             b_by_columns=self._b_by_columns,

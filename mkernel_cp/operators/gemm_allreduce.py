@@ -6,6 +6,7 @@ import numpy as np
 
 from .. import plan as plans
 from .. import structs
+from ..arguments import Options
 from ..communicator import Communicator
 from ..shared_memory import Arena
 from .reductions import ReductionOperator, ReductionSpec
@@ -19,7 +20,7 @@ def gemm_allreduce(
     out: np.ndarray | None = None,
     dtype: Any = None,
     stream: Any = None,
-    options: plans.Options | None = None,
+    options: Options | None = None,
 ) -> np.ndarray:
     """Return the sum over ranks of a @ b: on every rank the whole of it, and the same bits.
 
@@ -121,7 +122,7 @@ class GemmAllReduce(ReductionOperator):
         out: np.ndarray | None = None,
         dtype: Any = None,
         stream: Any = None,
-        options: plans.Options | None = None,
+        options: Options | None = None,
     ):
         self._plan((a, b), comm, out, stream, dtype=dtype, options=options)
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from .. import plan as plans
+from ..arguments import Options
 from ..communicator import Communicator
 from .reductions import ReductionOperator, ReductionSpec
 
@@ -19,7 +20,7 @@ def gemm_reduce_scatter(
     out: np.ndarray | None = None,
     dtype: Any = None,
     stream: Any = None,
-    options: plans.Options | None = None,
+    options: Options | None = None,
 ) -> np.ndarray:
     """Return this rank's rows of the sum over ranks of a @ b.
 
@@ -131,6 +132,6 @@ class GemmReduceScatter(ReductionOperator):
         out: np.ndarray | None = None,
         dtype: Any = None,
         stream: Any = None,
-        options: plans.Options | None = None,
+        options: Options | None = None,
     ):
         self._plan((a, b), comm, out, stream, row_counts=row_counts, dtype=dtype, options=options)

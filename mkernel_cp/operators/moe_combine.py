@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import plan as plans
 from .. import structs
+from ..arguments import Options, output_dtype
 from ..communicator import Communicator
 from ..host_pages import digest_of
 from ..memory import Location
@@ -14,6 +14,7 @@ from ..moe_plan import Combine, MoeCombinePlan, offsets_of, plan_moe_combine
 from ..reference import accumulator_dtype
 from ..runtime import Runtime
 from ..shared_memory import Arena
+from ..tiles import cpp_type
 from ..transport.network import check_chunks
 from . import operands
 from .moe_dispatch_gemm import DispatchLayout, gpu_capacity, mirror_plan
@@ -28,7 +29,7 @@ def moe_combine(
     comm: Communicator,
     out: np.ndarray | None = None,
     stream: Any = None,
-    options: plans.Options | None = None,
+    options: Options | None = None,
 ) -> np.ndarray:
     """Return for each of this rank's tokens the weighted sum of the rows made of it on all ranks.
 
@@ -98,7 +99,7 @@ class _Spec:
         shape = runtime.size * layout.max_tokens, rows.shape[1], self.experts, layout.slots
         options = operands.options(options, "moe_combine", sums=True)
         self.options = runtime.tuning.fill(options, "moe_combine", rows.dtype.name, shape)
-        transfer = plans.output_dtype(rows.dtype, self.options.transfer_dtype, "transfer_dtype")
+        transfer = output_dtype(rows.dtype, self.options.transfer_dtype, "transfer_dtype")
         self.asked = Combine(
             ranks=runtime.size,
             n=rows.shape[1],
@@ -174,7 +175,7 @@ class MoeCombine(Operator):
         comm: Communicator,
         out: np.ndarray | None = None,
         stream: Any = None,
-        options: plans.Options | None = None,
+        options: Options | None = None,
     ):
         self._plan((rows, topk_weight, layout), comm, out, stream, options=options)
 
@@ -182,7 +183,7 @@ class MoeCombine(Operator):
         self._spec, self._runtime, self._what = spec, runtime, str(spec.asked)
         asked = spec.asked
         types = {"MK_TYPE": asked.dtype, "MK_TRANSFER_TYPE": asked.transfer_dtype}
-        words: dict[str, Any] = {name: plans.cpp_type(dtype) for name, dtype in types.items()}
+        words: dict[str, Any] = {name: cpp_type(dtype) for name, dtype in types.items()}
         if asked.several_nodes:
             words["MK_NODES"] = 1
             check_chunks(sums_chunks(asked, asked.ranks)[1], "sums", "Options(chunk_bytes=)")

@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import errors, structs
 from .. import plan as plans
+from ..arguments import Options, check_dtype, output_dtype
 from ..communicator import Communicator
 from ..host_pages import digest_of
 from ..memory import Location, extent
@@ -24,6 +25,7 @@ from ..moe_plan import (
 from ..reference import array_split_counts
 from ..runtime import Runtime
 from ..shared_memory import Arena
+from ..tiles import kernel_defines, type_defines
 from ..transport.network import check_chunks
 from . import operands
 from .operator import Operator, Preparation
@@ -43,7 +45,7 @@ def moe_dispatch_gemm(
     out: Any = None,
     dtype: Any = None,
     stream: Any = None,
-    options: plans.Options | None = None,
+    options: Options | None = None,
 ) -> tuple[np.ndarray, "DispatchLayout"]:
     """Return the tokens that chose this rank's experts, each times the weights of its expert.
 
@@ -202,7 +204,7 @@ class _Spec:
     def __init__(self, x, ids, w, runtime, num_experts, max_tokens, capacity, dtype, options):
         operands.matrix("x", x)
         check_ids(ids, len(x))
-        plans.check_dtype("w", w.dtype)
+        check_dtype("w", w.dtype)
         if w.ndim != 3:
             raise ValueError(f"w has shape {w.shape}: use (experts, H, I)")
         if w.dtype != x.dtype:
@@ -219,7 +221,7 @@ class _Spec:
             experts=experts_of_all(num_experts, len(w), runtime),
             slots=ids.shape[1],
             dtype=x.dtype,
-            out_dtype=plans.output_dtype(x.dtype, dtype),
+            out_dtype=output_dtype(x.dtype, dtype),
             max_tokens=operands.whole_number("max_tokens", max_tokens),
             capacity=operands.whole_number("capacity", capacity),
             chunk_bytes=self.options.chunk_bytes,
@@ -296,7 +298,7 @@ class MoeDispatchGemm(Operator):
         out: Any = None,
         dtype: Any = None,
         stream: Any = None,
-        options: plans.Options | None = None,
+        options: Options | None = None,
     ):
         self._plan(
             (x, topk_idx, w),
@@ -323,7 +325,7 @@ class MoeDispatchGemm(Operator):
         self._dispatch, self._what = asked, str(asked)
         tile = dispatch_tile(runtime.rank, asked, options, runtime.machine.gpu)
         self._reading = Reading(tile, asked.dtype, (w,))
-        words = {**plans.type_defines(asked.dtype, asked.out_dtype), **self._reading.defines()}
+        words = {**type_defines(asked.dtype, asked.out_dtype), **self._reading.defines()}
         if asked.several_nodes:
             words["MK_NODES"] = 1
             check_chunks(asked.ranks * asked.parts, "tokens", "Options(chunk_bytes=)")
@@ -470,14 +472,14 @@ def experts_of_all(num_experts: int | None, own: int, runtime: Runtime) -> int:
 
 
 def measured(
-    options: plans.Options,
+    options: Options,
     operator: str,
     agreed: Dispatch,
     products: Sequence[tuple[int, int]],
     runtime: Runtime,
     *,
     pairs: bool = False,
-) -> plans.Options:
+) -> Options:
     """Return options with what was measured to be fastest, where the caller chooses nothing.
 
     Without a measured tile that these products cannot have. `pairs`: each column has a partner.
@@ -512,7 +514,7 @@ def stage_of_tokens(agreed: Dispatch, arena: Arena, runtime: Runtime) -> Locatio
     return Location(arena.number, arena.data_offset_for(arena.signals) + own)
 
 
-def gpu_capacity(kernel: Any, nbytes: int, options: plans.Options, runtime: Runtime) -> int:
+def gpu_capacity(kernel: Any, nbytes: int, options: Options, runtime: Runtime) -> int:
     """Return how many agents of a plan, with so much scratch memory, a GPU runs at a time.
 
     0 without a GPU.
@@ -685,7 +687,7 @@ class Reading:
 
     def defines(self) -> dict[str, Any]:
         """Return the macros that say so."""
-        return plans.kernel_defines({}, self._tile, self._dtype, b_by_columns=self._by_columns)
+        return kernel_defines({}, self._tile, self._dtype, b_by_columns=self._by_columns)
 
     def put(
         self, to: Any, w: operands.Operand, machine: Any, before: Preparation, sides: int = 1

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import plan as plans
 from .. import structs
+from ..arguments import Options, check_dtype, output_dtype
 from ..communicator import Communicator
 from ..host_pages import digest_of
 from ..memory import Location
@@ -24,6 +24,7 @@ from ..moe_plan import (
 from ..reference import accumulator_dtype
 from ..runtime import Runtime
 from ..shared_memory import Arena
+from ..tiles import cpp_type
 from ..transport.network import check_chunks
 from . import operands
 from .moe_combine import check_weights, combine_plan, stage, sums_chunks
@@ -60,7 +61,7 @@ def moe_layer(
     capacity: int | None = None,
     out: np.ndarray | None = None,
     stream: Any = None,
-    options: plans.Options | None = None,
+    options: Options | None = None,
 ) -> np.ndarray:
     """Return for each of this rank's tokens the weighted sum of what its experts make of it.
 
@@ -163,7 +164,7 @@ class _Spec:
             names = ", ".join(map(repr, ACTIVATIONS))
             raise ValueError(f"activation={activation!r}: use one of {names}")
         for name, w in (("w1", w1), ("w2", w2)):
-            plans.check_dtype(name, w.dtype)
+            check_dtype(name, w.dtype)
             if w.ndim != 3:
                 raise ValueError(f"{name} has shape {w.shape}: use (experts, rows, columns)")
             if w.dtype != x.dtype:
@@ -176,7 +177,7 @@ class _Spec:
                 f"{activation!r} w1 needs {(experts, x.shape[1], halves * inner)}"
             )
         self.options = operands.options(options, "moe_layer", sums=True)
-        transfer = plans.output_dtype(x.dtype, self.options.transfer_dtype, "transfer_dtype")
+        transfer = output_dtype(x.dtype, self.options.transfer_dtype, "transfer_dtype")
         self.asked = Layer(
             ranks=runtime.size,
             h=x.shape[1],
@@ -269,7 +270,7 @@ class MoeLayer(Operator):
         capacity: int | None = None,
         out: np.ndarray | None = None,
         stream: Any = None,
-        options: plans.Options | None = None,
+        options: Options | None = None,
     ):
         self._plan(
             (x, topk_idx, topk_weight, w1, w2),
@@ -299,8 +300,8 @@ class MoeLayer(Operator):
         self._reading = Reading(tile, asked.dtype, arrays[3:])
         self._sides = 2 if pairs_columns(asked, tile) else 1
         words = {
-            "MK_TYPE": plans.cpp_type(asked.dtype),
-            "MK_TRANSFER_TYPE": plans.cpp_type(asked.transfer_dtype),
+            "MK_TYPE": cpp_type(asked.dtype),
+            "MK_TRANSFER_TYPE": cpp_type(asked.transfer_dtype),
             "MK_ACTIVATION": asked.activation or "none",
             **self._reading.defines(),
         }

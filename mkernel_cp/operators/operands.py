@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import Options, at_least, check_dtype, integer
 from ..memory import round_up
-from ..plan import Options, at_least, check_dtype, integer
 
 
 class Operand:

@@ -7,9 +7,11 @@ import numpy as np
 
 from .. import plan as plans
 from .. import structs
+from ..arguments import output_dtype
 from ..host_pages import digest_of
 from ..reference import accumulator_dtype, array_split_counts
 from ..shared_memory import Arena
+from ..tiles import bringing, choose_tile, type_defines, with_courier
 from ..transport.network import check_chunks
 from . import operands
 from .gemm import GemmOperator, GemmSpec
@@ -39,7 +41,7 @@ class ReductionSpec(GemmSpec):
                     f"row_counts={list(self.row_counts)} add up to {sum(self.row_counts)}, but a "
                     f"has {self.a_rows} rows: every row belongs to one rank"
                 )
-        self.transfer_dtype = plans.output_dtype(
+        self.transfer_dtype = output_dtype(
             self.dtype, self.options.transfer_dtype, "Options(transfer_dtype)"
         )
 
@@ -79,7 +81,7 @@ class ReductionOperator(GemmOperator):
         # K_r, and so the answer, may differ between ranks: the one that multiplies longest counts.
         self._pulled = any(self._runtime.agreement(self._what, need, compile_and_vote))
         if self._pulled and self._mapped:
-            self._tile = plans.bringing(self._tile, self._runtime.machine.gpu.shared_bytes)
+            self._tile = bringing(self._tile, self._runtime.machine.gpu.shared_bytes)
         return by_columns
 
     def _prefers_to_pull(self) -> bool:
@@ -130,7 +132,7 @@ class ReductionOperator(GemmOperator):
         k = spec.k if gpu is None else _USUAL_K
 
         def tile_for(rows: tuple[int, ...], **wanted: bool) -> Any:
-            return plans.choose_tile(rows, spec.n, k, spec.dtype, spec.options, gpu, **wanted)
+            return choose_tile(rows, spec.n, k, spec.dtype, spec.options, gpu, **wanted)
 
         # Tiles of few rows may cross borders between owners.
         tile = plans.whole_groups(tile_for((spec.a_rows,), small=True))
@@ -143,7 +145,7 @@ class ReductionOperator(GemmOperator):
         tile = tile_for(spec.row_counts)
         adds_up = self.plan_type is plans.GemmAllReducePlan and self._runtime.size > 1
         if adds_up and tile.engine == "hopper":
-            return plans.with_courier(tile, gpu.shared_bytes)
+            return with_courier(tile, gpu.shared_bytes)
         return tile
 
     def _staged_dtype(self) -> np.dtype:
@@ -151,9 +153,7 @@ class ReductionOperator(GemmOperator):
 
     def _type_defines(self) -> dict[str, str]:
         spec = self._spec
-        return plans.type_defines(
-            spec.dtype, spec.out_dtype, spec.transfer_dtype, tf32=spec.options.tf32
-        )
+        return type_defines(spec.dtype, spec.out_dtype, spec.transfer_dtype, tf32=spec.options.tf32)
 
     def _place(self, a: operands.Operand, message: Any, before: Preparation) -> operands.Operand:
         return self._readable(a, self._a_by_columns, before)

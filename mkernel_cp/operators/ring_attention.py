@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import plan as plans
 from .. import structs
+from ..arguments import Options, check_dtype, flag, number
 from ..attention_plan import (
     LAYOUTS,
     MOST_COLUMNS,
@@ -26,6 +26,7 @@ from ..memory import Location, extent, offsets_of
 from ..reference import accumulator_dtype, array_split_counts
 from ..runtime import Runtime
 from ..shared_memory import Arena
+from ..tiles import cpp_type
 from ..transport.network import check_chunks
 from . import operands
 from .operator import Operator, Preparation
@@ -45,7 +46,7 @@ def ring_attention(
     max_workspace: int | None = None,
     out: Any = None,
     stream: Any = None,
-    options: plans.Options | None = None,
+    options: Options | None = None,
 ) -> Any:
     """Return softmax(scale * Q @ K.T) @ V for this rank's queries over the whole sequence.
 
@@ -168,7 +169,7 @@ class _Spec:
                 raise ValueError(
                     f"{name} has shape {array.shape}: use (batch, positions, heads, D)"
                 )
-            plans.check_dtype(name, array.dtype)
+            check_dtype(name, array.dtype)
         if not q.dtype == k.dtype == v.dtype:
             raise TypeError(
                 f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}: use the same for all"
@@ -198,7 +199,7 @@ class _Spec:
                 f"of {sum(counts)} positions; zigzag_split divides an array so"
             )
         self.options = operands.options(options, "ring_attention")
-        self.return_lse = plans.flag("return_lse", return_lse)
+        self.return_lse = flag("return_lse", return_lse)
         self.attention = Attention(
             batch=batch,
             seq_counts=counts,
@@ -206,7 +207,7 @@ class _Spec:
             kv_heads=kv_heads,
             columns=columns,
             dtype=q.dtype,
-            causal=plans.flag("causal", causal),
+            causal=flag("causal", causal),
             scale=_scale(scale, columns),
             layout=layout,
             max_workspace=operands.whole_number("max_workspace", max_workspace),
@@ -288,7 +289,7 @@ class RingAttention(Operator):
         max_workspace: int | None = None,
         out: Any = None,
         stream: Any = None,
-        options: plans.Options | None = None,
+        options: Options | None = None,
     ):
         self._plan(
             (q, k, v),
@@ -309,7 +310,7 @@ class RingAttention(Operator):
         self._spec, self._runtime, self._what = spec, runtime, str(attention)
         gpu, need = runtime.machine.gpu, attention.need()
         self._tile = tile = choose_attention_tile(runtime.rank, attention, spec.options, gpu)
-        macros = {"MK_TYPE": plans.cpp_type(attention.dtype), **tile.defines(attention.dtype)}
+        macros = {"MK_TYPE": cpp_type(attention.dtype), **tile.defines(attention.dtype)}
         if runtime.num_nodes > 1:
             macros["MK_NODES"] = 1
             chunks = attention.chunks_between_nodes
@@ -545,7 +546,7 @@ def _scale(value: Any, columns: int) -> float:
     if value is None:
         return 1 / math.sqrt(columns)
     try:
-        value = plans.number(value)
+        value = number(value)
     except (TypeError, ValueError):
         raise TypeError(f"scale={value!r}: use a number") from None
     if not math.isfinite(value):

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import compiler, errors, kernel, plan
+from .. import compiler, errors, kernel
 from ..host_pages import HostPage, SignalPage
 from ..memory import round_up
+from ..tiles import Gpu
 from ..topology import Topology
 from ..transport import devices
 from .host import address_of
@@ -53,7 +54,7 @@ class _Survey:
         As this process counts.
     uuid : str
     name : str
-    gpu : plan.Gpu
+    gpu : Gpu
     reaches : dict of str to bool
         Per uuid of another visible GPU, whether its memory can be reached.
     """
@@ -61,7 +62,7 @@ class _Survey:
     index: int
     uuid: str
     name: str
-    gpu: plan.Gpu
+    gpu: Gpu
     reaches: dict[str, bool]
 
 
@@ -655,7 +656,7 @@ class Kernel:
         Of an agent, that record in a trace by themselves: see ``Agent::part``.
     """
 
-    def __init__(self, cupy: Any, driver: Any, gpu: plan.Gpu, path: Any, name: str):
+    def __init__(self, cupy: Any, driver: Any, gpu: Gpu, path: Any, name: str):
         self._driver, self._gpu, self._name = driver, gpu, name
         self._module = cupy.RawModule(path=str(path))
         self._function = driver.CUfunction(int(self._module.get_function(name).kernel.ptr))
@@ -876,7 +877,7 @@ def _survey(runtime: Any, device: int | None, rank: int) -> _Survey:
         int(device),
         own["uuid"].hex(),
         name,
-        plan.Gpu(
+        Gpu(
             *(arch, own["multiProcessorCount"], own["sharedMemPerBlockOptin"]),
             compiler.nvrtc_version(),
         ),

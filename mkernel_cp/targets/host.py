@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import kernel, plan
+from .. import kernel
 from ..host_kernel import HostKernel
 from ..host_pages import HostPage, SignalPage
 from ..memory import Segment, available_memory
+from ..tiles import Gpu
 from ..transport import devices
 
 _UNCHANGED = contextlib.nullcontext()
@@ -33,7 +34,7 @@ class HostTarget:
 
     name = "host"
     device = "cpu"
-    gpu: plan.Gpu | None = None
+    gpu: Gpu | None = None
     shared = False  # several ranks have one GPU
     capturing = captured = False  # a graph: now; ever
     reached_by_cards = True  # of the network: what kernels read and write

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import plan, structs
+from .. import slots, structs
 from ..topology import Topology
 from .queue import CommandQueue, lines
 
@@ -32,7 +32,7 @@ class Staging:
     def __init__(self, topology: Topology):
         self._topology = topology
         rings = len(topology.links)
-        slot_lines = 1 + plan.SLOT_BYTES // plan.PARCEL_BYTES
+        slot_lines = 1 + slots.SLOT_BYTES // slots.PARCEL_BYTES
         self.memory = lines(2 + (1 + rings) * SLOTS * slot_lines)
         self.arrivals = rings * (SLOTS + 1)
 
@@ -58,7 +58,7 @@ class Staging:
             region=REGION,
             memory=self.memory.ctypes.data,
             slots=SLOTS,
-            room=plan.SLOT_BYTES,
+            room=slots.SLOT_BYTES,
             first=first,
             arrived=arrived,
             left=constant(lines(1)),

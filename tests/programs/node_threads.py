@@ -19,7 +19,7 @@ from routing import (
 )
 
 import mkernel_cp as mk
-from mkernel_cp import compiler, plan, reference
+from mkernel_cp import compiler, reference, slots
 from mkernel_cp.targets.host import HostTarget
 from mkernel_cp.transport import staging
 
@@ -83,6 +83,6 @@ with compiler.using_kernels(None if sys.argv[1] == "-" else sys.argv[1], sanitiz
     for lanes, nodes, transport in ((1, (2, 2), "verbs"), (2, (1, 2, 1), "efa"), (1, 4, "efa")):
         worlds.run(len(COUNTS), program, lanes, nodes=nodes, transport=transport)
     # Through slots of host memory, of which there are few.
-    HostTarget.reached_by_cards, staging.SLOTS, plan.SLOT_BYTES = False, 2, 1024
+    HostTarget.reached_by_cards, staging.SLOTS, slots.SLOT_BYTES = False, 2, 1024
     worlds.run(len(COUNTS), products, 2, nodes=(2, 1, 1), transport="verbs")
 print("all right")

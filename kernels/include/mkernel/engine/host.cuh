@@ -102,7 +102,7 @@ MK_DEVICE void expect(const Matrices&...) {}
 //   meanwhile(launch, scratch) bool: what a part of the agent does beside it, or, as here, the agent before; whether all
 //                            went well
 //   more_follows             whether what comes behind it uses the scratch memory, or is another one
-// After a failure every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/plan.py.
+// After a failure every tile that is left is delivered as NaN. Needs shared_bytes() of mkernel_cp/tiles.py.
 template <class T, bool more_follows = false, class Schedule, class Source, class Factor, class Gate, class Sink,
           class Meanwhile>
 MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i64 depth, Source source,
