@@ -446,7 +446,7 @@ MUTANTS = {
         H + "sums.cuh", "(begin + pattern - 1) / pattern * pattern", "begin", EMULATED_STRIPS
     ),
     "hopper: bytes of a box with fewer rows": Mutant(
-        H + "engine/hopper.cuh",
+        H + "engine/hopper_panels.cuh",
         "(across ? box_bytes : lines * line_bytes)",
         "box_bytes",
         EMULATED_FEW_ROWS,
@@ -835,10 +835,13 @@ MUTANTS = {
         H + "engine/portable.cuh", "operand.places[line]", "operand.places[0]", EMULATED_DISPATCH
     ),
     "gathered rows: place of 16 bytes": Mutant(
-        H + "engine/hopper.cuh", "(at_ ^ line_ % 8 * 16)", "(at_)", EMULATED_GATHER
+        H + "engine/hopper_panels.cuh", "(at_ ^ line_ % 8 * 16)", "(at_)", EMULATED_GATHER
     ),
     "gathered rows: terms behind the last": Mutant(
-        H + "engine/hopper.cuh", "some < 0 ? 0 : some < 16 ? u32(some) : 16", "16", EMULATED_GATHER
+        H + "engine/hopper_panels.cuh",
+        "some < 0 ? 0 : some < 16 ? u32(some) : 16",
+        "16",
+        EMULATED_GATHER,
     ),
     "gathered rows: rows of the tile before": Mutant(
         H + "engine/hopper.cuh",
@@ -891,7 +894,7 @@ MUTANTS = {
         EMULATED_GATHER,
     ),
     "gathered rows: boxes behind the last": Mutant(
-        H + "engine/hopper.cuh",
+        H + "engine/hopper_panels.cuh",
         "if (i >= wanted) break;",
         "if (i + box >= wanted && i > 0) break;",
         EMULATED_GATHER,
@@ -903,7 +906,7 @@ MUTANTS = {
         ("test_moe_layer.py::test_every_interleaving_of_tiles_of_fewer_rows",),
     ),
     "gathered rows: weights of the first expert": Mutant(
-        H + "engine/hopper.cuh", "x, y, i32(source));", "x, y, 0);", EMULATED_GATHER
+        H + "engine/hopper_panels.cuh", "x, y, i32(source));", "x, y, 0);", EMULATED_GATHER
     ),
     "rows of an expert: a box over the next one's": Mutant(
         H + "sink.cuh",
@@ -918,7 +921,7 @@ MUTANTS = {
         EMULATED_GATHER,
     ),
     "layer: gates of the same column": Mutant(
-        H + "engine/hopper.cuh", "return b.apart;", "return 0;", EMULATED_LAYER
+        H + "engine/hopper_panels.cuh", "return b.apart;", "return 0;", EMULATED_LAYER
     ),
     "layer: sums that are their own gates": Mutant(
         H + "engine/hopper.cuh", "sides == 2 ? side / 2 + j : j", "j", EMULATED_LAYER
