@@ -837,6 +837,12 @@ MUTANTS = {
     "gathered rows: place of 16 bytes": Mutant(
         H + "engine/hopper_panels.cuh", "(at_ ^ line_ % 8 * 16)", "(at_)", EMULATED_GATHER
     ),
+    "experts in step: said more than once": Mutant(
+        H + "engine/hopper.cuh", "at == nearly", "at >= nearly", EMULATED_GATHER
+    ),
+    "experts in step: steps of an earlier call": Mutant(
+        H + "world.cuh", "i < counters(); ++i", "i < steps(); ++i", EMULATED_GATHER
+    ),
     "gathered rows: terms behind the last": Mutant(
         H + "engine/hopper_panels.cuh",
         "some < 0 ? 0 : some < 16 ? u32(some) : 16",

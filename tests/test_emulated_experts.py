@@ -1,6 +1,7 @@
 """The operators on experts for GPUs, where there is no GPU."""
 
 import contextlib
+import ctypes
 import threading
 
 import emulated
@@ -67,6 +68,25 @@ def test_combine_equals_reference(case):
     combine.test_equals_reference(case)
 
 
+def steps_in_turn(comm):
+    """How often agents have told each other that they have nearly loaded a tile, in the last call.
+
+    The counters of the next one are clear.
+    """
+    address, generation = comm._runtime.world.struct.counters, comm._runtime.calls.generation
+    counters = np.ctypeslib.as_array(
+        (ctypes.c_uint64 * (2 * (2 + comm.size))).from_address(address)
+    )
+    banks = counters.reshape(2, 2 + comm.size)
+    assert not banks[(generation + 1) % 2].any()
+    return banks[generation % 2, -1]
+
+
+def tiles_of(layout, columns, tile):
+    rows = np.diff(layout.expert_offsets)
+    return (-(-rows // tile[0])).sum() * -(-columns // tile[1])
+
+
 @pytest.mark.parametrize("large", [False, True], ids=["flexible", "whole"])
 @pytest.mark.parametrize(
     ("case", "order"),
@@ -102,6 +122,9 @@ def test_rows_are_gathered(on, monkeypatch, case, order, large):
                 out = np.full((step.plan.capacity, case.n), 7, case.out_dtype or case.dtype)
                 worlds.poison(comm)
                 rows, layout = step(x, ids_of(case, seed)[rank], w, out=(out, None))
+                steps = steps_in_turn(comm)
+                if case.h and not large:
+                    assert steps == tiles_of(layout, case.n, step.plan.tile)
                 dispatch.assert_right(comm, case, seed, rows, layout)
                 assert (rows[int(layout.count) :] == 7).all()
 
