@@ -224,6 +224,7 @@ def test_run_of_experts_as_numpy(experts, tmp_path):
     [
         ("dispatch-gemm x wrong w1", "wrong.npy has 5 at ("),
         ("dispatch-gemm x ids w2", "w2.npy has shape (5, 6, 4): with the other files it needs (5,"),
+        ("layer x ids weights w1 w2", "with the other files and --activation swiglu it needs (5,"),
         ("combine x far weights", "use ids from 0 to 65535, or -1 for none"),
         ("combine x ids weights", "x.npy has shape (19, 8): with the other files it needs ("),
     ],

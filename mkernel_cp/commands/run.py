@@ -228,7 +228,8 @@ def moe_layer(comm: Communicator, arguments: argparse.Namespace) -> int:
         w1, w2 = (_open_array(path, 3, like=like) for path in (arguments.w1, arguments.w2))
         experts, inner, columns = w2.shape
         halves = 2 if activation == "swiglu" else 1
-        _check_shape(arguments.w1, w1.shape, (experts, x.shape[1], halves * inner))
+        need = experts, x.shape[1], halves * inner
+        _check_shape(arguments.w1, w1.shape, need, f"and --activation {arguments.activation} ")
         weights = _open_weights(arguments, x.dtype, ids)
         _check_ids(arguments.topk_idx, ids, experts)
         words = f"{x.shape} by {experts} experts, {arguments.activation} {x.dtype}"
@@ -273,9 +274,9 @@ def _experts_named(ids: np.ndarray) -> int:
     return int(ids.max(initial=-1)) + 1
 
 
-def _check_shape(path: str, shape: tuple[int, ...], need: tuple[int, ...]) -> None:
+def _check_shape(path: str, shape: tuple[int, ...], need: tuple[int, ...], more: str = "") -> None:
     if shape != need:
-        raise ValueError(f"{path} has shape {shape}: with the other files it needs {need}")
+        raise ValueError(f"{path} has shape {shape}: with the other files {more}it needs {need}")
 
 
 def _check_ids(path: str, ids: np.ndarray, experts: int) -> None:
