@@ -100,8 +100,8 @@ public:
             store_release<Scope::system>(&world().outbox[peer]->read, target(1));
     }
 
-    // For agents that have as many steps to go and are to go together: each says when it has done one, and waits until so
-    // many are done in all. No data come with it.
+    // For agents that are to go together, and have as many steps to go but for the last (with two more of one, it would wait for
+    // ever): each says when it has done one, and waits until so many are done in all. No data come with it.
     MK_DEVICE void has_stepped() const {
         if (agent().lane() == 0) count_up(counter(steps()));
     }
