@@ -59,7 +59,9 @@ MK_DEVICE bool bring_rows(Launch self, const AllGatherGemmPlan& plan, Scratch sc
 MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     const AllGatherGemmPlan& plan = *p.plan;
     engine::expect(p.a, p.b, p.c);
-    const u64 rank = p.world->rank, size = p.world->size;  // on their way while the launch begins
+    // On their way while the launch begins.
+    const u64 rank = p.world->rank, size = p.world->size;
+    const i64 rows = plan.landing.row_start[size];
     Launch launch(p.world, plan.split, Agent::warps);
     if (launch.speaks()) launch.announce(p.message);
 
@@ -84,7 +86,7 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
             [&](const Agent& who, Tile t, Range k) {
                 return t.source == rank || landing.wait(who, t.source, t.rows, k);
             },
-            /* sink   */ Store<OutType>(p.c, plan.landing.row_start[size], plan.landing.row_start),
+            /* sink   */ Store<OutType>(p.c, rows, plan.landing.row_start),
             /* meanwhile */
             [&](Launch self, Scratch scratch) {
                 return !engine::couriers || plan.split.movers > 0 || bring_rows<engine::aligned_rows>(self, plan, scratch);

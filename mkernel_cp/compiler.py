@@ -39,12 +39,14 @@ logger = logging.getLogger("mkernel_cp.compiler")
 _FORMAT_VERSION = 1
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _STALE_SECONDS = 3600.0
+_SETTLED_NS = 10**9  # a file that has changed since may change again within a tick of its clock
 _LEAST_ARCH = 80  # whose instructions the kernels use
 
 # -O1: compiling takes longer than what is run once compiled.
 _HOST_OPTIONS = (
     *("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
-    *("-Wall", "-Wextra", "-Werror=return-type", "-pipe"),
+    # With that macro, of some systems, a jump to another stack (fiber.cuh) counts as a fault.
+    *("-Wall", "-Wextra", "-Werror=return-type", "-pipe", "-U_FORTIFY_SOURCE"),
 )
 # What /proc/cpuinfo calls the instructions of each level, best level first.
 _X86_LEVELS = {
@@ -66,6 +68,10 @@ _one_at_a_time = threading.Lock()
 _libraries: dict[str, ctypes.CDLL] = {}
 _compile_count = 0
 _private: Path | None = None
+# What changes with a file; None if there is none.
+_Version = tuple[int, ...] | None
+# What was read for a source: where, and the texts.
+_sources: dict[tuple, tuple[dict[str, _Version], list[bytes]]] = {}
 
 
 def kernels_dir() -> Path:
@@ -269,7 +275,7 @@ class _CudaEntry:
             *options,
         ]
         version = _answer(self.nvrtc, self.nvrtc.nvrtcVersion())
-        key = _key([*self.options, f"NVRTC {version}"], _texts(self.source, [include_dir()], set()))
+        key = _key([*self.options, f"NVRTC {version}"], _texts(self.source, [include_dir()]))
         self.file_name = f"{self.source.stem}-{arch}-{key}.cubin"
 
     def build(self, output: Path) -> None:
@@ -365,7 +371,7 @@ class _HostEntry:
         self.options += [*_macro_options(defines), *options]
         self.key = _key(
             [*self.compiler[1:], *self.options, _identity(self.compiler), platform.machine()],
-            _texts(self.source, self.folders, set()),
+            _texts(self.source, self.folders),
         )
         self.file_name = f"{self.name}-{self.key}.so"
 
@@ -468,13 +474,39 @@ def _key(options: Iterable[str], texts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _texts(file: Path, folders: Sequence[str | Path], seen: set[Path]) -> Iterator[bytes]:
-    """Yield the text of a file and of each header that it includes, once, in order of inclusion.
+def _texts(file: Path, folders: Sequence[str | Path]) -> list[bytes]:
+    """Return the text of a file and of each header that it includes, once, in order of inclusion.
 
     An inclusion counts even where the preprocessor would skip it: at worst a key changes in vain.
     A header that is not found belongs to the system, and the compiler's identity stands for it.
+    What is as it was when it was last read is not read again.
     """
+    key = (file, *folders)
+    known = _sources.get(key)
+    if known and all(_version(path) == version for path, version in known[0].items()):
+        return known[1]
+    looked_at: dict[str, _Version] = {}
+    settled = time.time_ns() - _SETTLED_NS
+    texts = list(_read(file, folders, set(), looked_at))
+    if all(version is None or max(version[:2]) < settled for version in looked_at.values()):
+        _sources[key] = looked_at, texts
+    return texts
+
+
+def _version(path: str) -> _Version:
+    try:
+        is_now = os.stat(path)
+    except OSError:
+        return None
+    return (is_now.st_mtime_ns, is_now.st_ctime_ns, is_now.st_size, is_now.st_ino, is_now.st_dev)
+
+
+def _read(
+    file: Path, folders: Sequence[str | Path], seen: set[Path], looked_at: dict[str, _Version]
+) -> Iterator[bytes]:
+    """Read them, and note where headers were looked for, and what was there."""
     seen.add(file.resolve())
+    looked_at[str(file)] = _version(str(file))
     text = file.read_bytes()
     yield text
     for quoted, bracketed, macro in _INCLUDE.findall(text):
@@ -487,8 +519,9 @@ def _texts(file: Path, folders: Sequence[str | Path], seen: set[Path]) -> Iterat
             header = Path(folder, os.fsdecode(quoted or bracketed))
             if header.is_file():
                 if header.resolve() not in seen:
-                    yield from _texts(header, folders, seen)
+                    yield from _read(header, folders, seen, looked_at)
                 break
+            looked_at[str(header)] = _version(str(header))
 
 
 def _cached(file_name: str, name: str, build: Callable[[Path], None]) -> Path:

@@ -12,8 +12,7 @@
 #undef Transfer
 #undef pause
 
-#include <setjmp.h>
-#include <ucontext.h>
+#include "fiber.cuh"
 
 #include <atomic>
 #include <cmath>
@@ -125,10 +124,7 @@ private:
 };
 
 struct Thread {
-    ucontext_t start;
-    jmp_buf place;  // where it goes on
-    std::unique_ptr<char[]> stack;
-    bool begun = false, done = false;
+    std::unique_ptr<host::Fiber> fiber;
     // Into shared memory; of a warpgroup; out of shared memory, in two steps.
     Groups copies, products, reads, stores;
 };
@@ -173,23 +169,16 @@ public:
     void run(Work body) {
         body_ = std::move(body);
         current() = this;
-        for (u32 i = 0; i < threads_.size(); ++i) {
-            Thread& thread = threads_[i];
-            thread.stack.reset(new char[stack_bytes]);
-            getcontext(&thread.start);
-            thread.start.uc_stack.ss_sp = thread.stack.get();
-            thread.start.uc_stack.ss_size = stack_bytes;
-            thread.start.uc_link = nullptr;
-            makecontext(&thread.start, enter, 0);
-        }
+        for (Thread& thread : threads_) thread.fiber = std::make_unique<host::Fiber>([this] { body_(); }, stack_bytes);
         u64 idle = 0;
         for (u64 left = threads_.size(); left > 0;) {
             const u64 before = events_;
             const u32 warp = random(u32(warps_.size()));
             for (thread_ = warp * 32; thread_ < warp * 32 + 32; ++thread_) {
-                if (threads_[thread_].done) continue;
-                go_on(threads_[thread_]);
-                if (threads_[thread_].done) --left, ++events_;
+                host::Fiber& fiber = *own().fiber;
+                if (fiber.done()) continue;
+                fiber.resume();
+                if (fiber.done()) --left, ++events_;
             }
             idle = events_ == before ? idle + 1 : 0;
             if (idle == 0) cluster_->busy_ns = host::now_ns();
@@ -300,13 +289,6 @@ public:
 private:
     static constexpr u64 stack_bytes = 1 << 16, longest_wait_ns = 10'000'000'000;
 
-    static void enter() {
-        Block& block = *current();
-        block.body_();
-        block.own().done = true;
-        for (;;) block.yield();
-    }
-
     u32 random(u32 n) { return u32(host::next_random(order_) % n); }
     void do_one(std::vector<Work>& some) {
         std::swap(some[random(u32(some.size()))], some.back());
@@ -315,16 +297,7 @@ private:
         work();
         ++events_;
     }
-    // Not by swapcontext, which asks the system for the signal mask at every turn.
-    void go_on(Thread& thread) {
-        if (_setjmp(scheduler_)) return;
-        if (thread.begun) _longjmp(thread.place, 1);
-        thread.begun = true;
-        setcontext(&thread.start);
-    }
-    void yield() {
-        if (_setjmp(own().place) == 0) _longjmp(scheduler_, 1);
-    }
+    void yield() { own().fiber->yield(); }
 
     std::vector<Thread> threads_;
     std::vector<Warp> warps_;
@@ -332,7 +305,6 @@ private:
     std::shared_ptr<Cluster> cluster_;
     Meeting all_, named_[16];
     std::vector<Work> under_way_, late_;
-    jmp_buf scheduler_;
     Work body_;
     std::unique_ptr<u8[]> memory_;
     u8* shared_;

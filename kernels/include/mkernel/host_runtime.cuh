@@ -5,7 +5,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <time.h>
-#include <ucontext.h>
 #include <unistd.h>
 
 #include <condition_variable>
@@ -16,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "fiber.cuh"
 #include "host_lanes.cuh"
 
 namespace mk {
@@ -60,8 +60,7 @@ class Simulator;
 
 struct RunningLane : Lane {
     Simulator* simulator;
-    ucontext_t context;
-    bool finished;
+    Fiber* fiber;  // of who takes turns
     u64 idle_round;  // in which it has waited
 };
 
@@ -87,7 +86,7 @@ public:
             lane.index = u32(i % launch.lanes);
             lane.random = launch.seed ? next_random(state) | 1 : 0;
             lane.simulator = simulator;
-            lane.finished = false;
+            lane.fiber = nullptr;
             lane.idle_round = 0;
         }
     }
@@ -239,7 +238,7 @@ public:
     void take_turns(bool waiting) {
         if (!waiting) go_on();
         else rest(running()->idle_round);
-        swapcontext(&running()->context, &scheduler_);
+        running()->fiber->yield();
     }
 
     // As a thread that gets no processor until all others have gone as far as they can without it.
@@ -250,16 +249,20 @@ public:
 private:
     static constexpr u64 stack_bytes = 128 * 1024;
 
-    struct Fiber {
+    struct Member {
+        Member(RunningLane* lane, u64 rank, std::function<void()> body)
+            : lane(lane), rank(rank), fiber(std::move(body), stack_bytes) {
+            lane->fiber = &fiber;
+        }
         RunningLane* lane;
         u64 rank;
-        std::unique_ptr<u8[]> stack;
+        Fiber fiber;
     };
     struct Rank {
         u64 launch = 0;
         u64 running = 0;
         std::unique_ptr<Crew> crew;
-        std::vector<std::unique_ptr<Fiber>> fibers;
+        std::vector<std::unique_ptr<Member>> members;
     };
 
     const Launch& launch_of(u64 rank) const {
@@ -268,14 +271,14 @@ private:
 
     void start_launch(u64 rank) {
         Rank& state = ranks_[rank];
-        state.fibers.clear();
+        state.members.clear();
         state.crew = std::make_unique<Crew>(launch_of(rank), this);
         for (RunningLane& lane : state.crew->lanes()) {
-            state.fibers.push_back(std::make_unique<Fiber>(Fiber{&lane, rank, nullptr}));
-            start_fiber(*state.fibers.back());
-            runnable_.push_back(state.fibers.back().get());
+            auto body = [this, rank] { entry_(launch_of(rank).params); };
+            state.members.push_back(std::make_unique<Member>(&lane, rank, body));
+            runnable_.push_back(state.members.back().get());
         }
-        state.running = state.fibers.size();
+        state.running = state.members.size();
     }
 
     void end_launch(u64 rank) {
@@ -284,29 +287,11 @@ private:
         if (goes_on && ++ranks_[rank].launch < simulation_.launches_per_rank) start_launch(rank);
     }
 
-    void start_fiber(Fiber& fiber) {
-        fiber.stack.reset(new u8[stack_bytes]);
-        ucontext_t& context = fiber.lane->context;
-        getcontext(&context);
-        context.uc_stack.ss_sp = fiber.stack.get();
-        context.uc_stack.ss_size = stack_bytes;
-        context.uc_link = &scheduler_;
-        u64 self = reinterpret_cast<u64>(this);
-        makecontext(&context, reinterpret_cast<void (*)()>(&Simulator::fiber_main), 3, u32(self >> 32), u32(self),
-                    u32(fiber.rank));
-    }
-
-    static void fiber_main(u32 self_high, u32 self_low, u32 rank) {
-        auto self = reinterpret_cast<Simulator*>(u64(self_high) << 32 | self_low);
-        self->entry_(self->launch_of(rank).params);
-        running()->finished = true;
-    }
-
     void give_turn(u64 chosen) {
         const u64 rank = runnable_[chosen]->rank;
         const bool stopped = rank == simulation_.stopped_rank && simulation_.steps >= simulation_.stop_step;
         if (!stopped) resume(*runnable_[chosen]);
-        if (!stopped && !runnable_[chosen]->lane->finished) return;
+        if (!stopped && !runnable_[chosen]->fiber.done()) return;
         std::swap(runnable_[chosen], runnable_.back());
         runnable_.pop_back();
         go_on();
@@ -319,9 +304,9 @@ private:
         else rest(rested_in_[number]);
     }
 
-    void resume(Fiber& fiber) {
-        running() = fiber.lane;
-        swapcontext(&scheduler_, &fiber.lane->context);
+    void resume(Member& member) {
+        running() = member.lane;
+        member.fiber.resume();
         running() = nullptr;
     }
 
@@ -348,8 +333,7 @@ private:
     u64 leap_ns_ = 1000;
     u64 round_ = 1, leaps_ = 0, idle_ = 0;  // lanes and helpers that have waited in this round
     std::vector<u64> rested_in_;            // of each helper, the last round in which it had nothing to do
-    ucontext_t scheduler_;
-    std::vector<Fiber*> runnable_;
+    std::vector<Member*> runnable_;
 };
 
 // What kernels ask of it, for the lane that runs here.

@@ -97,10 +97,11 @@ public:
         u64* const running = world->running;
         const u64 *const failures = world->failures, *const last = world->generation;
         // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
-        const u64 other = agent_.index() == 0 && agent_.lane() == 0 ? exchange(running, 1) : 0;
-        const u64 failed = load_relaxed(failures);
+        const bool leads = agent_.lane() == 0;
+        const u64 other = agent_.index() == 0 && leads ? exchange(running, 1) : 0;
+        const u64 failed = leads ? load_relaxed(failures) : 0;  // past the cache: all agents ask for one line at once
         generation_ = u32(*last) + 1;
-        const Span span(*this, agent_.lane() == 0, Traced::enter, rank());
+        const Span span(*this, leads, Traced::enter, rank());
         live_ = agent_.broadcast(
             failed == 0 && (other == 0 || fail(Reason::concurrent, {Awaited::turn, rank(), 0}, 0, other, 0)));
     }

@@ -145,10 +145,11 @@ public:
     // What plans take for all but panels and strips.
     static constexpr u32 beside_bytes = 2048;
 
-    // By a thread of each warp: what initialises a barrier takes its address from a uniform register.
+    // By a thread of each warp but the producer's: what initialises a barrier takes its address from a uniform register.
     static MK_DEVICE void init(Shared& shared, u32 warp, const Schedule& schedule, const Sink& sink, bool live) {
+        constexpr u32 first = gathers ? 0 : 1;
         if (ptx::elect()) {
-            each_barrier(shared, warp, MK_THREADS / 32,
+            each_barrier(shared, warp - first, MK_THREADS / 32 - first,
                          [](u64* barrier, u32 arrivals) { ptx::barrier_init(barrier, arrivals); });
             ptx::fence_barrier_init();
             ptx::fence_shared_to_async();  // what threads wrote here before
@@ -328,18 +329,19 @@ public:
         if (gathers) ptx::fence_shared_to_async();
     }
 
+    // All wait for the first panel: its tile is looked up by a schedule in registers, while others make the barriers.
     template <class Source, class Gate>
-    static MK_DEVICE void produce(Shared& shared, Launch& launch, i64 depth, i64 gate_k, const Source& source,
-                                  const Factor& b, const Gate& gate) {
+    static MK_DEVICE void produce(Shared& shared, Launch& launch, const Schedule& schedule, i64 depth, i64 gate_k,
+                                  const Source& source, const Factor& b, const Gate& gate) {
         const Agent warp = launch.agent().warp();
         const bool leads = warp.lane() == 0;
         const u32 rank = cluster > 1 ? ptx::cluster_rank() : 0;
         const TensorMap* a_map = nullptr;
-        bool arrived = launch.live();
+        bool arrived = launch.live(), ready = false;
         Turn<stages> turn;
         Turn<1> awaited[consumers];
         if (ptx::elect()) ptx::acquire_map(&mapped_of(b).map);
-        for (Tile whole : shared.schedule) {
+        for (Tile whole : schedule) {
             const Tile tile = share(whole);
             const Rows rows_of_a = source(tile);
             const TensorMap* map = ptx::uniform(&rows_of_a.matrix.map);
@@ -349,6 +351,8 @@ public:
             const u32 height = tile.rows.size() > 0 ? ptx::uniform(u32(tile.rows.size())) : 0;
             const u32 lines = ptx::uniform(u32(rows_of_a.matrix.box_lines));
             const Columns from(b, tile);
+            if (!ready) sync();
+            ready = true;
             for (Range piece : Blocks(depth, gate_k)) {
                 arrived = arrived && (tile.rows.size() <= 0 || gate(warp, tile, piece));
                 if (arrived) ptx::fence_global_to_async();
@@ -370,6 +374,7 @@ public:
             if constexpr (fragments)
                 if (is_own(shared.sink, launch, tile)) load_addends(shared, launch, tile, turn, awaited);
         }
+        if (!ready) sync();
     }
 
     // How often the ring brings strips of one peer.
@@ -767,7 +772,9 @@ public:
                                  part_of(part.columns, column * wide, wide)};
                 if (++column == across) column = 0, ++row;
                 u64* ready = &shared.ready[consumer][turn.slot];
-                while (unread > 0 && !self.agent().any(ptx::completed(ready, turn.parity))) free_oldest();
+                // Behind the first strip of a part the next one comes soon, if there is room for it.
+                while (unread > (i == 0 ? 0 : strips - 1) && !self.agent().any(ptx::completed(ready, turn.parity)))
+                    free_oldest();
                 ptx::wait(ready, turn.parity);
                 const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
                 if (!empty) start(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
@@ -925,12 +932,13 @@ MK_DEVICE void gemm(Launch& launch, const Schedule& schedule, TileShape shape, i
         keep_in_memory(source);
         keep_in_memory(gate);
     }
-    Engine::init(shared, warp, schedule, sink, launch.live());
-    Engine::sync();
+    const bool produces = !Engine::gathers && warp == 0;
+    if (!produces) Engine::init(shared, warp, schedule, sink, launch.live());
+    if (!produces) Engine::sync();
     if (warpgroup == 0) {
         ptx::shrink_registers<producer_registers<Sink>>();
         if constexpr (!Engine::gathers)
-            if (warp == 0 && (depth > 0 || Engine::fragments)) Engine::produce(shared, launch, depth, shape.k, source, b, gate);
+            if (produces) Engine::produce(shared, launch, schedule, depth, shape.k, source, b, gate);
         if (warp > 0 && warp <= consumers) {
             const Launch self = launch.as(launch.agent().warp());
             if constexpr (Engine::gathers) {
