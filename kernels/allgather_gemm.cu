@@ -59,10 +59,10 @@ MK_DEVICE bool bring_rows(Launch self, const AllGatherGemmPlan& plan, Scratch sc
 MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     const AllGatherGemmPlan& plan = *p.plan;
     engine::expect(p.a, p.b, p.c);
-    // On their way while the launch begins.
-    const u64 rank = p.world->rank, size = p.world->size;
+    const Start start(p.world);
+    const u64 rank = start.rank, size = start.size;
     const i64 rows = plan.landing.row_start[size];
-    Launch launch(p.world, plan.split, Agent::warps);
+    Launch launch(start, plan.split, Agent::warps);
     if (launch.speaks()) launch.announce(p.message);
 
     // Movers copy by registers, whose loads are not queued behind others: what all wait for first is there sooner.

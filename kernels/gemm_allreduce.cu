@@ -37,10 +37,12 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     const GemmAllReducePlan& plan = *p.plan;
     const GemmReduceScatterPlan& reduction = plan.reduction;
     engine::expect(p.a, p.b, p.c);
-    Launch launch(p.world, reduction.split, Agent::warps);
-    const u64 size = launch.size();
+    const Start start(p.world);
+    const u64 size = start.size;
+    const i64 rows = reduction.row_start[size];
+    Launch launch(start, reduction.split, Agent::warps);
 
-    auto store = [&] { return Store<OutType>(p.c, reduction.row_start[size], reduction.row_start); };
+    auto store = [&] { return Store<OutType>(p.c, rows, reduction.row_start); };
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
     auto collect = [&](Launch& self, Scratch scratch, bool last_stripe, u64 member, u64 members) {
         self.apart([&](Launch& launch) {

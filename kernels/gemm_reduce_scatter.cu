@@ -36,8 +36,10 @@ using SumType = Accumulator<Type>;
 MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     const GemmReduceScatterPlan& plan = *p.plan;
     engine::expect(p.a, p.b, p.c);
-    Launch launch(p.world, plan.split, Agent::warps);
-    const u64 rank = launch.rank(), size = launch.size();
+    const Start start(p.world);
+    const u64 rank = start.rank, size = start.size;
+    const i64 own_rows = plan.row_start[rank + 1] - plan.row_start[rank];
+    Launch launch(start, plan.split, Agent::warps);
     auto greet_and_pull = [&](Launch self, Scratch scratch) {
         if (self.member() == 0 && !self.greet(p.message, plan.pulled ? self.readers() : 0)) return false;
         return !plan.pulled || pull_partials<engine::aligned_rows>(self, plan, scratch);
@@ -61,7 +63,7 @@ MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
             /* gate   */ [](const Agent&, Tile, Range) { return true; },
             /* sink   */
             PushOrSum<SumType, Push<SumType, PartialType>, Sum<SumType, PartialType, OutType, engine::sink_loads>>(
-                plan, {plan, {p.c, plan.row_start[rank + 1] - plan.row_start[rank]}}),
+                plan, {plan, {p.c, own_rows}}),
             /* meanwhile */
             [&](Launch self, Scratch scratch) { return plan.split.movers > 0 || greet_and_pull(self, scratch); });
     }

@@ -32,7 +32,7 @@ def digest_of(text: str) -> int:
 
 
 class SignalPage:
-    """A rank's generation, counters and inbox, in memory that its kernels and its peers write.
+    """A rank's `World`, counters and inbox, in memory that its kernels and its peers write.
 
     Parameters
     ----------
@@ -42,20 +42,23 @@ class SignalPage:
         Number of ranks.
     """
 
-    # A line each, as different agents write them: generation, failures, bytes_from_peers, running,
-    # looked.
-    _HEADER_LINES = 5
-
     def __init__(self, segment: Segment, size: int):
+        world = structs.shared().World
         self.segment = segment
-        self.generation_word = segment.address
-        self.failures_word = segment.address + _LINE
-        self.bytes_word = segment.address + 2 * _LINE
-        self.running_word = segment.address + 3 * _LINE
-        self.looked_word = segment.address + 4 * _LINE
-        self.counters = segment.address + self._HEADER_LINES * _LINE
+        self.world_address = segment.address
+        self.generation_word = segment.address + world.generation.offset
+        self.running_word = segment.address + world.running.offset
+        self.failures_word = segment.address + world.failures.offset
+        # A line each, as different agents write them.
+        self.bytes_word = segment.address + self._world_nbytes()
+        self.looked_word = self.bytes_word + _LINE
+        self.counters = self.looked_word + _LINE
         self.counters_nbytes = self._counters_nbytes(size)
         self._inbox = self.counters + round_up(self.counters_nbytes, _LINE)
+
+    @staticmethod
+    def _world_nbytes() -> int:
+        return round_up(ctypes.sizeof(structs.shared().World), _LINE)
 
     @staticmethod
     def _counters_nbytes(size: int) -> int:
@@ -66,7 +69,7 @@ class SignalPage:
         """Return the bytes that a page for so many ranks takes."""
         inbox = size * ctypes.sizeof(structs.shared().Inbox)
         counters = round_up(cls._counters_nbytes(size), _LINE)
-        return cls._HEADER_LINES * _LINE + counters + inbox
+        return cls._world_nbytes() + 2 * _LINE + counters + inbox
 
     def inbox_address(self, peer: int) -> int:
         """Return the address of what `peer` tells this rank."""

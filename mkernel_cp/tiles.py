@@ -318,12 +318,8 @@ _HOPPER_TILES = (
     (128, 64, 1, 0.6),
 )
 _HALF_TILE = 0.55  # of the time of a whole one
-# Of groups of rows: rows and columns of a tile, how many it has a multiple of, and how fast it is.
-# Where tiles are of fewer rows, agents wait for each other, so that they read at the same time what
-# they share of the weights. In a probe on two H200 that was a fifth faster for groups of 1024 rows
-# than tiles of as many rows each. Of much larger groups few tiles are cut short.
-_GROUP_TILES = ((128, 256, 0, 1.0), (128, 256, _ROW_STEP, 1.0), (128, 128, _ROW_STEP, 0.8))
-_LARGE_GROUP = 2048
+# Of groups of rows, whose last tile may have fewer: rows and columns of a tile, and how fast it is.
+_GROUP_TILES = ((128, 256, 1.0), (128, 128, 0.8))
 SMALL_COLUMNS = 128  # columns, of which a thread has so few sums that there are registers for more
 HOPPER_TILES = tuple((*shape[:2], _HOPPER_GATE) for shape in _HOPPER_TILES)
 # What the start and the end of a tile take as long as, of k, by the blocks that share it.
@@ -368,7 +364,8 @@ def _hopper_tile(
     strips = 2 if listed else max(2, rows // cluster // 2 * columns * 2 // 8192)
     room = shared_bytes - courier - _hopper_bytes((rows, columns), cluster, 0, strips)
     stages = min(8, room // ((rows // cluster + columns) * 128))
-    tile = HopperTile((rows, columns, k), cluster, stages, strips, 0, movers)
+    step = _ROW_STEP if listed else 0
+    tile = HopperTile((rows, columns, k), cluster, stages, strips, 0, movers, step)
     return with_courier(tile, shared_bytes) if beside else tile
 
 
@@ -440,12 +437,8 @@ def hopper_group_tiles(gpu: Gpu, movers: int, *, pairs: bool = False) -> list[Ho
     `pairs`: each column has a partner half a tile further.
     """
     return [
-        replace(
-            _hopper_tile(rows, columns, _HOPPER_GATE, 1, movers, gpu.shared_bytes, listed=True),
-            row_step=step,
-        )
-        for rows, columns, step, _ in _GROUP_TILES
-        if (rows, columns) in _group_shapes(pairs)
+        _hopper_tile(*shape, _HOPPER_GATE, 1, movers, gpu.shared_bytes, listed=True)
+        for shape in _group_shapes(pairs)
     ]
 
 
@@ -459,8 +452,7 @@ def takes_group_tile(tile: tuple[int, int, int], *, pairs: bool = False) -> bool
 
 def _group_shapes(pairs: bool) -> list[tuple[int, int]]:
     """Return rows and columns of the tiles that there are for groups of rows."""
-    shapes = [(rows, columns) for rows, columns, *_ in _GROUP_TILES if columns == 256 or not pairs]
-    return list(dict.fromkeys(shapes))
+    return [(rows, columns) for rows, columns, _ in _GROUP_TILES if columns == 256 or not pairs]
 
 
 def hopper_group_tile(
@@ -505,26 +497,21 @@ def hopper_group_tile(
     seconds = operations / (processors * PROCESSOR_RATE) or math.inf
     needed = max(_LEAST_MOVERS, math.ceil(incoming / (_IN_TIME * seconds) / _MOVER_RATE))
     movers = max(1, min(processors // 8, needed))
-    rates = {(height, width): rate for height, width, _, rate in _GROUP_TILES}
+    rates = {(height, width): rate for height, width, rate in _GROUP_TILES}
 
     def cost(candidate: HopperTile) -> float:
         most, width, _ = candidate.tile
         blocks = groups * math.ceil(rows / most)
-        height = most
-        if candidate.row_step and blocks:
-            height = round_up(math.ceil(groups * rows / blocks), candidate.row_step)
+        height = round_up(math.ceil(groups * rows / blocks), _ROW_STEP) if blocks else most
         agents = max(1, processors - movers)
         waves = (math.ceil(blocks * math.ceil(columns / width) / agents) for columns, _ in products)
         each = (k + _HOPPER_TILE_K[1] for _, k in products)
         time = sum(count * depth for count, depth in zip(waves, each, strict=True))
         return time * height * width / rates[most, width]
 
-    def is_for_others(candidate: HopperTile) -> bool:
-        return (candidate.row_step == 0) != (rows >= _LARGE_GROUP)
-
-    candidates = sorted(hopper_group_tiles(gpu, movers, pairs=pairs), key=is_for_others)
+    candidates = hopper_group_tiles(gpu, movers, pairs=pairs)
     if options.tile is None:
-        best = min((tile for tile in candidates if not is_for_others(tile)), key=cost)
+        best = min(candidates, key=cost)
         across = math.ceil(products[0][0] / best.tile[1])
         return replace(best, movers=processors - _in_step(processors - movers, across))
     taken = next(tile for tile in candidates if tile.tile[:2] == options.tile[:2])

@@ -57,22 +57,21 @@ class World:
             node_size=topology.local_size,
             entry_timeout_ns=int(entry_seconds * 1e9),
             progress_timeout_ns=int(progress_seconds * 1e9),
-            generation=own.generation_word,
-            running=own.running_word,
             looked=own.looked_word,
             counters=own.counters,
-            failures=own.failures_word,
             bytes_from_peers=own.bytes_word,
             inbox=own.inbox_address(0),
             network=network,
             **{name: table.address for name, table in self._tables.items()},
         )
-        self._constant = machine.constant(self.struct)
-        self.address = self._constant.address
+        self.address = own.world_address
+        self.update()
 
     def update(self) -> None:
-        """Have later launches see what has changed in the struct."""
-        self._constant.update()
+        """Have later launches see what has changed in the struct; waits for those before."""
+        first = type(self.struct).delay_seed.offset  # kernels write what is before it
+        self._machine.wait()
+        self._machine.upload(self.address + first, np.frombuffer(self.struct, np.uint8)[first:])
 
     def set_segments(self, pointers: np.ndarray) -> None:
         """Say where the segments of all ranks are now: addresses, of shape (segments, ranks)."""

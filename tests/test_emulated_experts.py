@@ -27,7 +27,7 @@ def compiled(kernels, tmp_path_factory):
         emulated.kernels(tmp_path_factory.mktemp("emulated") / "kernels"),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(tiles, "_GROUP_TILES", (*tiles._GROUP_TILES[:2], (128, 128, 16, 2.0)))
+        patch.setattr(tiles, "_GROUP_TILES", (tiles._GROUP_TILES[0], (128, 128, 2.0)))
         yield
 
 
@@ -87,7 +87,6 @@ def tiles_of(layout, columns, tile):
     return (-(-rows // tile[0])).sum() * -(-columns // tile[1])
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["flexible", "whole"])
 @pytest.mark.parametrize(
     ("case", "order"),
     [
@@ -98,10 +97,8 @@ def tiles_of(layout, columns, tile):
     ],
     ids=str,
 )
-def test_rows_are_gathered(on, monkeypatch, case, order, large):
+def test_rows_are_gathered(on, case, order):
     """Tokens come through the copy engine; rows of a tile that are no expert's are left alone."""
-    if large:
-        monkeypatch.setattr(tiles, "_LARGE_GROUP", 0)
 
     def program(comm):
         rank, w = comm.rank, weights_of(case, comm.rank)
@@ -115,7 +112,7 @@ def test_rows_are_gathered(on, monkeypatch, case, order, large):
             dtype=case.out_dtype,
         ) as step:
             assert step.plan.engine == "hopper"
-            assert (step.plan.row_step == 0) == large
+            assert step.plan.row_step > 0
             for seed in (1, 2):
                 x = np.full((case.tokens[rank], case.h + 1), np.nan, case.dtype)[:, 1:]
                 x[...] = tokens_of(case, seed)[rank]
@@ -123,7 +120,7 @@ def test_rows_are_gathered(on, monkeypatch, case, order, large):
                 worlds.poison(comm)
                 rows, layout = step(x, ids_of(case, seed)[rank], w, out=(out, None))
                 steps = steps_in_turn(comm)
-                if case.h and not large:
+                if case.h:
                     assert steps == tiles_of(layout, case.n, step.plan.tile)
                 dispatch.assert_right(comm, case, seed, rows, layout)
                 assert (rows[int(layout.count) :] == 7).all()
@@ -132,11 +129,9 @@ def test_rows_are_gathered(on, monkeypatch, case, order, large):
     worlds.run(case.world, program)
 
 
-@pytest.mark.parametrize("engine", [*emulated.ENGINES, "whole"])
-def test_layer_equals_reference(on, monkeypatch, engine):
-    if engine == "whole":
-        monkeypatch.setattr(tiles, "_LARGE_GROUP", 0)
-    on("hopper" if engine == "whole" else engine, progress_timeout=0)
+@pytest.mark.parametrize("engine", emulated.ENGINES)
+def test_layer_equals_reference(on, engine):
+    on(engine, progress_timeout=0)
     layer.test_equals_reference(case("tails", (50, 33), 104, 72, 5, 3, "zipf", "swiglu", 80))
 
 
@@ -178,6 +173,7 @@ def test_what_does_not_arrive_leaves_nan():
         calls[name]()
         out[...] = 0
         comm._runtime.world.struct.entry_timeout_ns = 1_000_000_000
+        comm._runtime.world.update()
         try:
             if comm.rank == 1:
                 ended.wait(60)

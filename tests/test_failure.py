@@ -312,6 +312,7 @@ def test_failure_of_one_pair_ends_the_others_waits():
             return
         if comm.rank == 2:
             comm._runtime.world.struct.entry_timeout_ns = 0
+            comm._runtime.world.update()
             comm._runtime._agreements._entry_seconds = 0
         mk.allgather_gemm(A, B, comm=comm)
 

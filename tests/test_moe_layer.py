@@ -338,17 +338,16 @@ def test_plans_for_gpus():
     gpu, half = Gpu("sm_90a", 132, 227 << 10), np.dtype("f2")
     options = mk.Options()
 
-    def plan_of(activation, n=7168, tokens=32768):
-        agreed = Layer(4, 7168, 2048, n, 256, 8, half, half, activation, tokens)
+    def plan_of(activation, n=7168):
+        agreed = Layer(4, 7168, 2048, n, 256, 8, half, half, activation, 32768)
         tile = layer_tile(0, agreed, options, gpu)
         return plan_moe_layer(0, agreed, tile, options, 132)
 
-    # A part of a tile is half of its rows, or if they may be fewer of its columns; columns that are
-    # multiplied by their gates are half as many as those of a tile.
+    # A part of a tile is half of its columns; those that are multiplied by their gates are half as
+    # many as a tile's.
     assert [plan_of(a).engine for a in ACTIVATIONS] == ["hopper"] * 4
-    assert plan_of("swiglu").part == (64, plan_of("swiglu").tile[1] // 2)
-    assert plan_of("gelu").part == (64, plan_of("gelu").tile[1])
-    assert plan_of("gelu", tokens=8192).part == (128, plan_of("gelu", tokens=8192).tile[1] // 2)
+    assert plan_of("swiglu").part == (128, plan_of("swiglu").tile[1] // 4)
+    assert plan_of("gelu").part == (128, plan_of("gelu").tile[1] // 2)
     assert plan_of("swiglu", 7170).engine == "portable"
     gated, plain = (Layer(4, 64, 64, 64, 8, 2, half, half, a, 64) for a in ("swiglu", "gelu"))
     narrow = mk.Options(tile=(128, 128, 64))

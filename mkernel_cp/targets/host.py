@@ -90,6 +90,10 @@ class HostTarget:
         for address, value in zip(addresses, values, strict=True):
             ctypes.cast(address, _u64)[0] = value
 
+    def upload(self, address: int, data: np.ndarray) -> None:
+        """Copy an array to kernels' memory."""
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+
     def word(self, address: int) -> int:
         """Return a word of kernels' memory, when what was launched is over."""
         return int(ctypes.cast(address, _u64)[0])

@@ -24,8 +24,8 @@ class Launch : public Peers {
 public:
     // `mover_warps`: how many each mover consists of, where they act by themselves: see by_warps(). Those that stage do so
     // here, and nothing else: when they go on, all others have finished.
-    MK_DEVICE Launch(World* world, Split split, u64 mover_warps = 1)
-        : Peers(world, u64(role_of(*world, split))), split_(split), mover_warps_(mover_warps) {
+    MK_DEVICE Launch(const Start& start, Split split, u64 mover_warps = 1)
+        : Peers(start, u64(role_of(start.world, split))), split_(split), mover_warps_(mover_warps) {
         delay();
         const bool out = is(Role::stage_out);
         if (several_nodes && (out || is(Role::stage_in)) && !Stager::serve(*this, out)) drop();

@@ -88,25 +88,34 @@ class Completed {
     friend class Stager;
 };
 
+// What a launch reads first, on its way: a kernel that needs more of memory asks for that before it waits.
+struct Start {
+    MK_DEVICE Start(World* world)
+        : world(*world), agent(Agent::current()), leads(agent.lane() == 0),
+          // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
+          other(leads && agent.index() == 0 ? exchange(&world->running, 1) : 0),
+          failures(leads ? load_relaxed(&world->failures) : 0),  // past the cache: not by all lanes of all agents at once
+          generation(u32(world->generation) + 1), rank(world->rank), size(world->size) {}
+
+    World& world;
+    Agent agent;
+    bool leads;
+    u64 other, failures;
+    u32 generation;
+    u64 rank, size;
+};
+
 // One launch as one agent sees it: who waits, for which generation, and whether something has already failed.
 class Context {
 public:
-    MK_DEVICE Context(World* world, u64 role)
-        : world_(*world), role_(u32(role)), agent_(Agent::current()) {
-        // All loads are under way before the first is waited for.
-        u64* const running = world->running;
-        const u64 *const failures = world->failures, *const last = world->generation;
-        // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
-        const bool leads = agent_.lane() == 0;
-        const u64 other = agent_.index() == 0 && leads ? exchange(running, 1) : 0;
-        const u64 failed = leads ? load_relaxed(failures) : 0;  // past the cache: all agents ask for one line at once
-        generation_ = u32(*last) + 1;
-        const Span span(*this, leads, Traced::enter, rank());
-        live_ = agent_.broadcast(
-            failed == 0 && (other == 0 || fail(Reason::concurrent, {Awaited::turn, rank(), 0}, 0, other, 0)));
+    MK_DEVICE Context(const Start& start, u64 role)
+        : world_(start.world), generation_(start.generation), role_(u32(role)), agent_(start.agent) {
+        const Span span(*this, start.leads, Traced::enter, rank());
+        live_ = agent_.broadcast(start.failures == 0 && (start.other == 0 || fail(Reason::concurrent, {Awaited::turn, rank(), 0},
+                                                                                  0, start.other, 0)));
     }
 
-    MK_DEVICE const World& world() const { return world_; }
+    MK_DEVICE World& world() const { return world_; }
     MK_DEVICE const Agent& agent() const { return agent_; }
     MK_DEVICE u64 rank() const { return world_.rank; }
     MK_DEVICE u64 size() const { return world_.size; }
@@ -271,7 +280,7 @@ private:
             const u64 now = now_ns();
             if (now < next_look) continue;
             next_look = now + look_every_ns;
-            if (load_relaxed(world_.failures)) return give_up();
+            if (load_relaxed(&world_.failures)) return give_up();
             if (!my_look(now)) continue;
             if (load_relaxed(&world_.pages[rank()]->abort)) return give_up();
             // Everything once more, now that a peer is known to have closed: it may have spoken before that.
@@ -299,7 +308,7 @@ private:
         for (u32 spins = 0; !ready(); ++spins) {
             pause(spins);
             if (spins % spins_per_look) continue;
-            if (load_relaxed(world_.failures)) return give_up();
+            if (load_relaxed(&world_.failures)) return give_up();
             if (my_look(now_ns()) && load_relaxed(&world_.pages[rank()]->abort)) return give_up();
         }
         return true;
@@ -343,7 +352,7 @@ private:
 
     // Another rank or agent has failed: it has written why.
     MK_DEVICE bool give_up() {
-        fetch_add(world_.failures, 1);
+        fetch_add(&world_.failures, 1);
         return false;
     }
 
@@ -360,7 +369,7 @@ protected:
     MK_DEVICE bool fail(Reason reason, Subject subject, u64 expected, u64 seen, u64 waited_ns) {
         HostPage* own = world_.pages[rank()];
         if (load_acquire(&own->abort)) return false;  // another's failure, perhaps the cause of this one
-        if (fetch_add(world_.failures, 1) == 0) {
+        if (fetch_add(&world_.failures, 1) == 0) {
             Record& record = own->by_kernel;
             record.reason = u64(reason);
             record.generation = generation_;
@@ -381,7 +390,7 @@ protected:
     }
 
 private:
-    const World& world_;
+    World& world_;
     u32 generation_, role_;  // signals have 32 bits for the one
     bool live_;
 

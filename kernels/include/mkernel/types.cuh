@@ -203,12 +203,12 @@ struct Network {
 };
 
 // A communicator, as its kernels see it. Arrays have one entry per rank. What every launch reads comes first, in one line
-// of the cache: the first four words when it starts, the next when it ends.
+// of the cache: the first four words when it starts, the next when it ends. The host sets all but the first three.
 struct World {
-    u64* generation;  // of the last kernel that ended well
-    u64* running;     // 1 while a kernel has not ended well, or 0
-    u64* failures;    // agents whose wait failed: the first one writes the record, and no launch follows
-    u64 delay_seed;   // test hook: each agent starts up to delay_ns[its role] late; 0: none does
+    u64 generation;  // of the last kernel that ended well
+    u64 running;     // 1 while a kernel has not ended well, or 0
+    u64 failures;    // agents whose wait failed: the first one writes the record, and no launch follows
+    u64 delay_seed;  // test hook: each agent starts up to delay_ns[its role] late; 0: none does
     u64 rank;
     u64 size;
     u64* counters;    // two banks of 2 + size

@@ -115,8 +115,7 @@ public:
         const Span span(*this, agent().lane() == 0, Traced::finish, rank());
         agent().sync();
         if (!live() || agent().lane() != 0) return;
-        // Looked up first: each look takes long, and may be under way together with the others.
-        u64 *const next = bank(generation() + 1, 0), *const running = world().running, *const last = world().generation;
+        u64* const next = bank(generation() + 1, 0);  // looked up first: it takes long
         // Agents that stage read, behind this count, what others have done. Nobody else does: whoever counts has already
         // read what is overwritten here, and the end of the launch publishes all results.
         const u64 before = several_nodes ? fetch_add(counter(0), 1) : count_up(counter(0));
@@ -131,8 +130,8 @@ public:
             if (!wait(agent().alone(), &world().inbox[peer].read, 1, read)) return;
         }
         for (u64 i = 0; i < counters(); ++i) next[i] = 0;  // the next launch finds its bank clear
-        *running = 0;
-        *last = generation();
+        world().running = 0;
+        world().generation = generation();
     }
 
     // Whether all agents have finished but so many.

@@ -118,7 +118,7 @@ public:
     static constexpr u32 block_bytes = strip_rows * line_bytes;  // of a panel
     static constexpr u32 panel_bytes = stages * (A::bytes + sides * B::bytes);
     static constexpr u32 strip_bytes = consumers * strips * Strip<u8>::bytes;
-    static_assert(cluster == 1 || !gathers, "only tensor copies reach a neighbour");
+    static_assert(flexible || !(gathers || sides == 2), "what experts need, whose last tiles are of few rows");
     static_assert(stages >= 2, "one panel is multiplied while the next one comes");
     static_assert(sides == 1 || (!halves && consumer_columns % Strip<Out>::columns == 0), "a side is whole strips");
     static_assert(!flexible || (!fragments && !exchanges), "sums are handed over as they lie otherwise");
@@ -289,10 +289,10 @@ public:
     // drift apart no longer find in the L2 cache what others have just loaded of B: each tells when it has nearly loaded a tile,
     // and none begins the next before all have.
     static MK_DEVICE void gather(Shared& shared, Launch self, i64 depth, const Factor& b) {
-        const bool paces = flexible && threadIdx.x < 32;
+        const bool paces = threadIdx.x < 32;
         const i64 nearly = depth > early_panels * i64(k) ? (ceil_div(depth, i64(k)) - early_panels) * i64(k) : 0;
         u64 begun = 0;  // tiles
-        bool mine = threadIdx.x < 32;  // the next panel
+        bool mine = paces;  // the next panel
         Gathered<T, rows> lines;
         Turn<stages> turn;
         if (ptx::elect()) ptx::acquire_map(&mapped_of(b).map);
@@ -535,7 +535,7 @@ public:
                 stage_turned<Out>(to, column % strip_rows, [&](u32 j) { return result(shared.sink, some[j], second[j]); });
             } else {
                 const float* some = &sums[i][column / 2];
-                stage<Out>(to, [&](u32 j) { return result(shared.sink, some[j], some[sides == 2 ? side / 2 + j : j]); });
+                stage<Out>(to, [&](u32 j) { return result(shared.sink, some[j], some[j]); });
             }
         });
     }
@@ -731,6 +731,16 @@ public:
         else ptx::wait_stores_read<some>();
     }
 
+    // What a strip holds of a part, as offsets in 32 bits: the last strips of a launch are stored one after the other, and
+    // nothing hides how long that takes.
+    struct Piece {
+        const Tile& part;
+        u32 row, column, wide;
+        MK_DEVICE Tile tile() const {
+            return {part.source, part_of(part.rows, row, strip_rows), part_of(part.columns, column, wide)};
+        }
+    };
+
     // What a storer keeps account of. Templates, not lambdas of any type, which not every NVRTC takes.
     struct Storer {
         Shared& shared;
@@ -744,7 +754,7 @@ public:
         u32 behind = 0;  // strips since
         const TensorMap *map = nullptr, *acquired = nullptr;  // of a part, if there is one, and the last one
         bool all = false;  // pieces may be stored through it, not only those of 64 rows
-        i64 shift = 0;  // from a row of the part to the map's
+        u32 first_row = 0;  // of the part, there
 
         MK_DEVICE void free_oldest() {
             wait_stores<false>(--unread);
@@ -766,21 +776,22 @@ public:
         // start(piece, its strip, its number) stores it, or starts to.
         template <class Start>
         MK_DEVICE void each_strip(const Tile& part, u32 across, u32 wide, Start start) {
+            const u32 rows_there = u32(part.rows.size()), columns_there = u32(part.columns.size());
+            Piece piece{part, 0, 0, wide};
 #pragma unroll 1
-            for (u32 i = 0, row = 0, column = 0; i < down(part) * across; ++i, turn.advance()) {
-                const Tile piece{part.source, part_of(part.rows, row * strip_rows, strip_rows),
-                                 part_of(part.columns, column * wide, wide)};
-                if (++column == across) column = 0, ++row;
+            for (u32 i = 0; i < down(part) * across; ++i, turn.advance()) {
                 u64* ready = &shared.ready[consumer][turn.slot];
                 // Behind the first strip of a part the next one comes soon, if there is room for it.
                 while (unread > (i == 0 ? 0 : strips - 1) && !self.agent().any(ptx::completed(ready, turn.parity)))
                     free_oldest();
                 ptx::wait(ready, turn.parity);
-                const bool empty = piece.rows.size() <= 0 || piece.columns.size() <= 0;
-                if (!empty) start(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
+                if (piece.row < rows_there && piece.column < columns_there)
+                    start(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
                 __syncwarp();
                 ptx::commit_stores();
                 ++unread, ++behind;
+                piece.column += wide;
+                if (piece.column == across * wide) piece.column = 0, piece.row += strip_rows;
             }
         }
 
@@ -792,16 +803,16 @@ public:
             if (flexible && !all) map = to.map({part.source, part_of(part.rows, 0, strip_rows), part.columns}, strip_rows);
             if (!map) return;
             map = ptx::uniform(map);
-            shift = to.first_row(part) - part.rows.begin;
+            first_row = u32(to.first_row(part));
             if (map == acquired) return;
             if (ptx::elect()) ptx::acquire_map(map);
             acquired = map;
         }
 
         // Starts to store a piece through it.
-        MK_DEVICE bool store_mapped(const Tile& piece, const u8* staged) const {
-            if (!map || !(all || piece.rows.size() == strip_rows)) return false;
-            const u32 x = ptx::uniform(u32(piece.columns.begin)), y = ptx::uniform(u32(piece.rows.begin + shift));
+        MK_DEVICE bool store_mapped(const Piece& piece, const u8* staged) const {
+            if (!map || !(all || piece.row + strip_rows <= u32(piece.part.rows.size()))) return false;
+            const u32 x = ptx::uniform(u32(piece.part.columns.begin) + piece.column), y = ptx::uniform(first_row + piece.row);
             if (ptx::elect()) ptx::store_box(map, staged, i32(x), i32(y));
             return true;
         }
@@ -830,9 +841,9 @@ public:
                 using Results = Strip<typename Sink::Result>;
                 if (lane == 0) ptx::arrive(&shared.awaited[consumer]);
                 storer.look_up(sink.results(), part);
-                storer.each_strip(part, columns / Results::columns, Results::columns, [&](const Tile& piece, u8* staged, u32 i) {
+                storer.each_strip(part, columns / Results::columns, Results::columns, [&](const Piece& piece, u8* staged, u32 i) {
                     if (i == 0) stored.begin();
-                    if (!storer.store_mapped(piece, staged)) sink.results().deliver(self, piece, Results{staged});
+                    if (!storer.store_mapped(piece, staged)) sink.results().deliver(self, piece.tile(), Results{staged});
                 });
             } else if constexpr (fragments) {
                 using Results = Strip<typename Sink::Result>;
@@ -845,7 +856,7 @@ public:
                 }
                 if (own) storer.look_up(sink.results(), part);
                 const u32 wide = own ? Results::columns : Strip<typename Sink::Partial>::columns;
-                storer.each_strip(part, width(tile) / sides / wide, wide, [&](const Tile& piece, u8* staged, u32 i) {
+                storer.each_strip(part, width(tile) / wide, wide, [&](const Piece& piece, u8* staged, u32 i) {
                     if (i == 0) stored.begin();
                     if (has_failed(shared)) self.drop();
                     for (u32 at = 0; at < Results::bytes; at += pushed_bytes) {
@@ -856,7 +867,7 @@ public:
                         ptx::wait_stores_read<0>();
                     }
                     if (own && !storer.store_mapped(piece, staged))
-                        sink.results().deliver(self, piece, Results{staged});
+                        sink.results().deliver(self, piece.tile(), Results{staged});
                 });
                 while (storer.unsaid) storer.free_oldest();
                 storer.sent = part, storer.unsaid = receivers > 0, storer.behind = 0;
@@ -865,11 +876,11 @@ public:
                 const u32 wide = Strip<Out>::columns, across = (halves ? width(tile) : consumer_columns) / wide;
                 const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
                                  u32(ceil_div(part.columns.size(), wide) - 1);
-                storer.each_strip(part, across, wide, [&](const Tile& piece, u8* staged, u32 i) {
+                storer.each_strip(part, across, wide, [&](const Piece& piece, u8* staged, u32 i) {
                     if (i == 0) stored.begin();
                     if (storer.store_mapped(piece, staged)) return;
                     if (has_failed(shared)) self.drop();
-                    const Completed done = sink.deliver(self, piece, Strip<Out>{staged});
+                    const Completed done = sink.deliver(self, piece.tile(), Strip<Out>{staged});
                     if (i == last) sink.end(self, part, done);
                 });
             }
