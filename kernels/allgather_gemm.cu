@@ -59,7 +59,7 @@ MK_DEVICE bool bring_rows(Launch self, const AllGatherGemmPlan& plan, Scratch sc
 MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     const AllGatherGemmPlan& plan = *p.plan;
     engine::expect(p.a, p.b, p.c);
-    const Start start(p.world);
+    const Start start(p.world, plan);
     const u64 rank = start.rank, size = start.size;
     const i64 rows = plan.landing.row_start[size];
     Launch launch(start, plan.split, Agent::warps);

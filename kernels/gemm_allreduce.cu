@@ -37,7 +37,7 @@ MK_KERNEL(gemm_allreduce, GemmAllReduceParams, p) {
     const GemmAllReducePlan& plan = *p.plan;
     const GemmReduceScatterPlan& reduction = plan.reduction;
     engine::expect(p.a, p.b, p.c);
-    const Start start(p.world);
+    const Start start(p.world, plan);
     const u64 size = start.size;
     const i64 rows = reduction.row_start[size];
     Launch launch(start, reduction.split, Agent::warps);

@@ -29,7 +29,7 @@ using SumType = Accumulator<Type>;
 MK_KERNEL(gemm_reduce_low_latency, LowLatencyParams, p) {
     const GemmReduceScatterPlan& plan = p.plan->reduction;
     engine::expect(p.a, p.b);
-    Launch launch(p.world, plan.split);
+    Launch launch({p.world, *p.plan}, plan.split);
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
 
     if (launch.is(Role::mover)) greet(launch);

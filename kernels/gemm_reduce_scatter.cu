@@ -36,7 +36,7 @@ using SumType = Accumulator<Type>;
 MK_KERNEL(gemm_reduce_scatter, GemmReduceScatterParams, p) {
     const GemmReduceScatterPlan& plan = *p.plan;
     engine::expect(p.a, p.b, p.c);
-    const Start start(p.world);
+    const Start start(p.world, plan);
     const u64 rank = start.rank, size = start.size;
     const i64 own_rows = plan.row_start[rank + 1] - plan.row_start[rank];
     Launch launch(start, plan.split, Agent::warps);

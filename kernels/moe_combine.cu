@@ -25,7 +25,7 @@ using PartialType = MK_TRANSFER_TYPE;
 
 MK_KERNEL(moe_combine, MoeCombineParams, p) {
     const MoeCombinePlan& plan = *p.plan;
-    Launch launch(p.world, plan.split);
+    Launch launch({p.world, plan}, plan.split);
     Combination<Type, PartialType> combination(launch, plan.combine, p.rows, p.row_count);
     CallMessage message = p.message;
     message.digest += *p.origins.dispatch;  // ranks whose layouts are of different dispatches disagree

@@ -34,7 +34,7 @@ constexpr bool in_turn = gated && !paired;
 MK_KERNEL(moe_layer, MoeLayerParams, p) {
     const MoeLayerPlan& plan = *p.plan;
     engine::expect(p.w1, p.w2);
-    Launch launch(p.world, plan.split, Agent::warps);
+    Launch launch({p.world, plan}, plan.split, Agent::warps);
     const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
     auto combination = [&](Launch& self) {
         return Combination<Type, PartialType>(self, plan.combine, *plan.made, plan.capacity);

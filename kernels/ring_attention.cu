@@ -20,7 +20,7 @@ using Type = MK_TYPE;
 
 MK_KERNEL(ring_attention, RingAttentionParams, p) {
     const RingAttentionPlan& plan = *p.plan;
-    Launch launch(p.world, plan.split, Agent::warps);
+    Launch launch({p.world, plan}, plan.split, Agent::warps);
     const u64 rank = launch.rank();
     Window<Type> window(launch, plan);
 

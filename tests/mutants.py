@@ -930,7 +930,7 @@ MUTANTS = {
         H + "engine/hopper_panels.cuh", "return b.apart;", "return 0;", EMULATED_LAYER
     ),
     "layer: sums that are their own gates": Mutant(
-        H + "engine/hopper.cuh", "sides == 2 ? side / 2 + j : j", "j", EMULATED_LAYER
+        H + "engine/hopper.cuh", "&sums[sides == 2 ? 1 : block]", "&sums[block]", EMULATED_LAYER
     ),
     "queue: room": Mutant(
         H + "channel.cuh",

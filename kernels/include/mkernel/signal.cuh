@@ -90,6 +90,8 @@ class Completed {
 
 // What a launch reads first, on its way: a kernel that needs more of memory asks for that before it waits.
 struct Start {
+    template <class Plan>
+    MK_DEVICE Start(World* world, const Plan& plan) : Start(fetched(world, plan)) {}
     MK_DEVICE Start(World* world)
         : world(*world), agent(Agent::current()), leads(agent.lane() == 0),
           // The first agent marks that a launch is under way. Graphs that are replayed at once would share a generation.
@@ -103,6 +105,14 @@ struct Start {
     u64 other, failures;
     u32 generation;
     u64 rank, size;
+
+private:
+    template <class Plan>
+    static MK_DEVICE World* fetched(World* world, const Plan& plan) {
+        fetch_ahead(&plan, sizeof plan);
+        fetch_ahead(world, sizeof *world);
+        return world;
+    }
 };
 
 // One launch as one agent sees it: who waits, for which generation, and whether something has already failed.
@@ -111,8 +121,11 @@ public:
     MK_DEVICE Context(const Start& start, u64 role)
         : world_(start.world), generation_(start.generation), role_(u32(role)), agent_(start.agent) {
         const Span span(*this, start.leads, Traced::enter, rank());
-        live_ = agent_.broadcast(start.failures == 0 && (start.other == 0 || fail(Reason::concurrent, {Awaited::turn, rank(), 0},
-                                                                                  0, start.other, 0)));
+        const u64 other = start.other;
+        auto refuse = [other](Context& self) {
+            return self.fail(Reason::concurrent, {Awaited::turn, self.rank(), 0}, 0, other, 0);
+        };
+        live_ = agent_.broadcast(start.failures == 0 && (other == 0 || aside(*this, refuse)));
     }
 
     MK_DEVICE World& world() const { return world_; }
@@ -246,6 +259,13 @@ protected:
     template <Scope scope>
     MK_DEVICE void raise(u64* signal, u64 progress) {
         if (agent_.lane() == 0) raise_alone<scope>(signal, progress);
+    }
+
+    // Does what is rare in a function of its own, with a launch of its own, so that what runs is near what runs next. Not beside
+    // what multiplies, which keeps more registers than a call leaves it.
+    template <class Work>
+    static MK_DEVICE_APART bool aside(Context self, Work work) {
+        return work(self);
     }
 
     // By one lane among others, each of which raises a signal of its own.

@@ -75,6 +75,8 @@ private:
     u32 lanes_;
 };
 
+inline void fetch_ahead(const void*, u32) {}
+
 inline u64 load_acquire(const u64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 inline u64 load_relaxed(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 // ThreadSanitizer knows no fences, so each load is an acquire by itself.
