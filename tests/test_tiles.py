@@ -37,3 +37,18 @@ def test_a_small_budget_of_multiprocessors_gets_other_tiles_of_hopper():
 
     assert tile(None) == tile(1000)
     assert tile(None) != tile(8)
+
+
+def test_sums_of_few_tiles_are_handed_over_by_smaller_ones():
+    """Else nothing is multiplied while they travel."""
+
+    def tile(rows, handed):
+        options = mk.Options()
+        counts = (rows // 2,) * 2
+        more = {"gathers": False, "handed": handed}
+        return tiles.hopper_tile(counts, 8192, options, H100, 2048, **more).tile[:2]
+
+    scattered, for_all = (2, 0), (2, 2)
+    assert tile(512, scattered) == tile(512, for_all) == (128, 128)
+    assert (tile(1024, scattered), tile(1024, for_all)) == ((128, 256), (128, 128))
+    assert tile(512, (0, 0)) == tile(2048, for_all) == (128, 256)

@@ -17,7 +17,7 @@ from . import operands
 from .gemm import GemmOperator, GemmSpec
 from .operator import Preparation
 
-_USUAL_K = 1024  # by which a tile is chosen
+_USUAL_K = 2048  # by which a tile is chosen
 
 
 class ReductionSpec(GemmSpec):
@@ -131,7 +131,7 @@ class ReductionOperator(GemmOperator):
         # K_r may differ between ranks; the rows and columns of a tile may not.
         k = spec.k if gpu is None else _USUAL_K
 
-        def tile_for(rows: tuple[int, ...], **wanted: bool) -> Any:
+        def tile_for(rows: tuple[int, ...], **wanted: Any) -> Any:
             return choose_tile(rows, spec.n, k, spec.dtype, spec.options, gpu, **wanted)
 
         # Tiles of few rows may cross borders between owners.
@@ -142,9 +142,10 @@ class ReductionOperator(GemmOperator):
         )
         if self._low_latency:
             return tile
-        tile = tile_for(spec.row_counts)
-        adds_up = self.plan_type is plans.GemmAllReducePlan and self._runtime.size > 1
-        if adds_up and tile.engine == "hopper":
+        whole = self.plan_type is plans.GemmAllReducePlan
+        handed = spec.transfer_dtype.itemsize, whole * spec.out_dtype.itemsize
+        tile = tile_for(spec.row_counts, handed=handed)
+        if whole and self._runtime.size > 1 and tile.engine == "hopper":
             return with_courier(tile, gpu.shared_bytes)
         return tile
 
