@@ -163,11 +163,14 @@ def experts(dtype, other, activation="none"):
 
 EXPERTS = [
     ("moe_dispatch_gemm", "sm_80", experts("bfloat16", "bfloat16")),
-    ("moe_dispatch_gemm", "sm_90a", hopper(("float16", "float"), 1) | {"MK_B_BY_COLUMNS": 1}),
+    (
+        *("moe_dispatch_gemm", "sm_90a"),
+        hopper(("float16", "float"), 1) | {"MK_B_BY_COLUMNS": 1, "MK_FLEXIBLE": 1},
+    ),
     ("moe_combine", "sm_80", experts("float16", "float")),
     ("moe_layer", "sm_80", experts("float", "float", "gelu")),
     ("moe_layer", "sm_90a", {}),
-    ("moe_layer", "sm_90a", hopper(("bfloat16", "bfloat16"), 1)),
+    ("moe_layer", "sm_90a", hopper(("bfloat16", "bfloat16"), 1) | {"MK_FLEXIBLE": 1}),
 ]
 
 

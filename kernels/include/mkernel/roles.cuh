@@ -114,12 +114,11 @@ private:
     // Test hook: a role that starts late, by a time that differs from call to call and from agent to agent.
     MK_DEVICE void delay() const {
         if (world().delay_seed == 0) return;
-        aside(*this, [](const Context& self) {
-            const u64 seed = self.world().delay_seed + self.generation() * 0x9e3779b97f4a7c15 + self.agent().index();
-            const u64 until = now_ns() + ((seed * 0xbf58476d1ce4e5b9 >> 32) * self.world().delay_ns[self.role()] >> 32);
-            for (u32 spins = 0; now_ns() < until; ++spins) pause(spins);
-            return true;
-        });
+        const u64 most = world().delay_ns[role()];
+        if (most == 0) return;
+        u64 mixed = (world().delay_seed + generation() * 0x9e3779b97f4a7c15 + agent().index()) * 0xbf58476d1ce4e5b9;
+        u64 until = now_ns() + ((mixed >> 32) * most >> 32);
+        for (u32 spins = 0; now_ns() < until; ++spins) pause(spins);
     }
 
     static constexpr u64 scratch_alignment = 128;
