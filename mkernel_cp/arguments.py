@@ -24,8 +24,7 @@ class Options:
     tile : tuple of int, optional
         (rows, columns, k) of what an agent computes at a time, each at least 1. On GPUs of compute
         capability 9.0, operators on experts that multiply 16-bit operands take few, which the error
-        for another one lists; whether an expert's last rows make shorter tiles follows from how
-        many it has, about.
+        for another one lists.
     chunk_bytes : int, optional
         About how much of an operand is moved at a time. All ranks must give the same.
     transfer_dtype : data-type, optional
@@ -59,7 +58,10 @@ class Options:
                 object.__setattr__(self, "transfer_dtype", transfer_dtype)
         except TypeError as error:
             raise TypeError(f"Options: {error}") from None
-        for name, lengths, least in (("split", (2, 3), (0, 1, 1)), ("tile", (3,), (1, 1, 1))):
+        for name, lengths, least in (
+            ("split", (2, 3), {"movers": 0, "compute": 1, "inter-reduce": 1}),
+            ("tile", (3,), {"rows": 1, "columns": 1, "k": 1}),
+        ):
             value = getattr(self, name)
             if value is not None:
                 asked = f"use {' or '.join(map(str, lengths))}"
@@ -74,10 +76,10 @@ class Options:
                     raise TypeError(f"Options({name}={value!r}): {asked} integers") from None
                 if len(value) not in lengths or not all(
                     extent is None or low <= extent <= 1024
-                    for low, extent in zip(least, value, strict=False)
+                    for low, extent in zip(least.values(), value, strict=False)
                 ):
-                    bounds = ", ".join(f"{low} to 1024" for low in least[: max(lengths)])
-                    raise ValueError(f"Options({name}={value}): {asked} numbers, from {bounds}")
+                    bounds = ", ".join(f"{role} from {low} to 1024" for role, low in least.items())
+                    raise ValueError(f"Options({name}={value}): {asked} numbers: {bounds}")
                 object.__setattr__(self, name, value)
         for name in ("chunk_bytes", "sm_budget"):
             value = getattr(self, name)

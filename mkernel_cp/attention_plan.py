@@ -415,7 +415,7 @@ class RingAttentionPlan(NodesPlan):
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
         movers, compute = self.split
-        kib = self.chunk * self.columns * self.dtype.itemsize / 1024
+        nbytes = self.chunk * self.columns * self.dtype.itemsize
         return "\n".join(
             (
                 f"ring_attention: ({self.batch}, {sum(self.seq_counts)}, {self.heads}, "
@@ -425,7 +425,7 @@ class RingAttentionPlan(NodesPlan):
                 f"target {self.target}, engine {self.engine}: tile {self.tile}, "
                 f"{compute} compute agents",
                 f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} positions "
-                f"({kib:g} KiB) by {movers} movers, into a window of {self.window} of "
+                f"({nbytes} bytes) by {movers} movers, into a window of {self.window} of "
                 f"{self.attention.units} units ({self.workspace} bytes)",
                 *self._between_nodes(self.topology.gateways),
             )

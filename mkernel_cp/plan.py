@@ -84,7 +84,9 @@ class PlanFile:
                 values = {key: given(value) for key, value in entries.items() if key != "operator"}
                 for key in ("dtype", "out_dtype", *cls.more_dtypes):
                     values[key] = np.dtype(values[key])
-                return cls(**values)
+                plan = cls(**values)
+                _ = plan.options  # what they refuse, an operator would
+                return plan
             except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"{os.fspath(path)} holds no plan of {cls.operator}: {error}"
@@ -317,13 +319,13 @@ class AllGatherGemmPlan(GemmPlan):
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
-        kib = self.chunk[0] * self.chunk[1] * self.dtype.itemsize / 1024
+        nbytes = math.prod(self.chunk) * self.dtype.itemsize
         return "\n".join(
             (
                 *self._heading(),
                 f"A travels in {'F' if self.by_columns else 'C'} order, "
                 f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} "
-                f"({kib:g} KiB) by {self._movers()}",
+                f"({nbytes} bytes) by {self._movers()}",
                 *self._between_nodes(self.topology.gateways),
             )
         )

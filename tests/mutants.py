@@ -1263,6 +1263,12 @@ for name, (file, old, new, *watching) in {
         "wait_stores<false>(--unread);",
         "--unread;",
     ),
+    "hopper: strips that are given back too late": (
+        "hopper.cuh",
+        "(i == 0 ? 0 : strips - 1)",
+        "(i == 0 ? 0 : strips)",
+        *EMULATED_STRIPS,
+    ),
     "hopper: part signalled before it is there": (
         "hopper.cuh",
         "wait_stores<true>(behind);  // each",

@@ -29,7 +29,11 @@ from mkernel_cp.arguments import DTYPES as ALLOWED
 )
 def test_wrong_options_are_named(keywords):
     (name,) = keywords
-    with pytest.raises(ValueError, match=rf"{name}=.*use "):
+    roles = {
+        "split": "2 or 3 numbers: movers from 0 to 1024, compute from 1 ",
+        "tile": "3 numbers: rows from 1 ",
+    }
+    with pytest.raises(ValueError, match=rf"{name}=.*use {roles.get(name, '')}"):
         mk.Options(**keywords)
 
 

@@ -121,6 +121,26 @@ def test_an_edited_header_compiles_again(folder_of_kernels, header):
     assert count == 1
 
 
+def test_only_what_has_changed_is_read_again(folder_of_kernels, monkeypatch):
+    source, headers = compiler.kernel_source("sample"), folder_of_kernels / "include"
+    read = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or read_bytes(path))
+
+    def texts():
+        read.clear()
+        return len(compiler._texts(source, [compiler.include_dir()])), len(read)
+
+    # What was written a moment ago may change once more without a sign of it.
+    assert [texts(), texts()] == [(3, 3)] * 2
+    monkeypatch.setattr(compiler, "_SETTLED_NS", 0)
+    assert [texts(), texts()] == [(3, 3), (3, 0)]
+    (headers / "mkernel" / "inner.cuh").write_text("#define VALUE 2\n")  # of the same length
+    assert [texts(), texts()] == [(3, 3), (3, 0)]
+    (headers / "cstdint").write_text("// found before the system's\n")
+    assert [texts(), texts()] == [(4, 4), (4, 0)]
+
+
 def test_neither_place_nor_time_is_in_the_key(folder_of_kernels, tmp_path):
     path = compiler.host_library_path(compiler.kernel_source("sample"))
     moved = tmp_path / "elsewhere" / "kernels"

@@ -194,7 +194,7 @@ def test_explain_says_the_main_numbers():
         "F order",
         f"{130 * 110 * 2} bytes",
         str(plan.chunk),
-        f"{math.prod(plan.chunk) * 2 / 1024:g} KiB",
+        f"{math.prod(plan.chunk) * 2} bytes",
     ):
         assert part in text, text
     assert len(text.splitlines()) > 1
@@ -230,6 +230,11 @@ def test_what_is_no_plan_is_refused(tmp_path):
     make(CASES[0], 0).save(path)
     path.write_text(path.read_text().replace(f'"{CASES[0].dtype}"', '"no dtype"'))
     with pytest.raises(ValueError, match=r"plan\.json holds no plan of .*no dtype"):
+        plans.AllGatherGemmPlan.load(path)
+    make(CASES[0], 0).save(path)
+    entries = json.loads(path.read_text())
+    path.write_text(json.dumps({**entries, "tile": ["many", 64, 64]}))
+    with pytest.raises(ValueError, match=r"holds no plan of .*tile=.*use 3 integers"):
         plans.AllGatherGemmPlan.load(path)
 
 
