@@ -7,7 +7,7 @@ venv="$root/.venv"
 userbase="$root/.venv-user" # where a Python that can make no environment installs to
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-export OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}" # NumPy's threads wait by turning, and ranks share the cores
+export OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}" # its threads spin while they wait, and ranks share the cores
 
 say() { printf 'mkernel_cp: %s\n' "$*" >&2; }
 die() {
