@@ -36,7 +36,7 @@ class Options:
         capability 9.0 read `a` in C and `b` in F order for it, and copy what lies otherwise.
     sm_budget : int, optional
         How many multiprocessors of a GPU a call takes at most, so that other kernels have the rest.
-        Nothing on the host target.
+        Nothing on the host target. For sums all ranks must give the same.
 
     Examples
     --------

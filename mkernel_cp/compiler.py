@@ -45,8 +45,7 @@ _LEAST_ARCH = 80  # whose instructions the kernels use
 # -O1: compiling takes longer than what is run once compiled.
 _HOST_OPTIONS = (
     *("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
-    # With that macro, of some systems, a jump to another stack (fiber.cuh) counts as a fault.
-    *("-Wall", "-Wextra", "-Werror=return-type", "-pipe", "-U_FORTIFY_SOURCE"),
+    *("-Wall", "-Wextra", "-Werror=return-type", "-pipe"),
 )
 # What /proc/cpuinfo calls the instructions of each level, best level first.
 _X86_LEVELS = {
@@ -517,11 +516,11 @@ def _read(
             )
         for folder in (file.parent, *folders) if quoted else folders:
             header = Path(folder, os.fsdecode(quoted or bracketed))
+            looked_at[str(header)] = _version(str(header))
             if header.is_file():
                 if header.resolve() not in seen:
                     yield from _read(header, folders, seen, looked_at)
                 break
-            looked_at[str(header)] = _version(str(header))
 
 
 def _cached(file_name: str, name: str, build: Callable[[Path], None]) -> Path:

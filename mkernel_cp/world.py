@@ -29,7 +29,7 @@ class World:
     ----------
     address : int
     struct : ctypes.Structure
-        This rank's copy; `update` makes its changes known.
+        This rank's copy; `update` makes its changes known. What kernels count is in memory only.
     """
 
     def __init__(

@@ -139,6 +139,12 @@ def test_only_what_has_changed_is_read_again(folder_of_kernels, monkeypatch):
     assert [texts(), texts()] == [(3, 3), (3, 0)]
     (headers / "cstdint").write_text("// found before the system's\n")
     assert [texts(), texts()] == [(4, 4), (4, 0)]
+    (headers / "alias.cuh").symlink_to(headers / "mkernel" / "inner.cuh")
+    (headers / "cstdint").write_text('#include "alias.cuh"\n')
+    assert [texts(), texts()] == [(4, 4), (4, 0)]  # it is one header, by any name
+    (headers / "alias.cuh").unlink()
+    (headers / "alias.cuh").write_text("#define OTHER 1\n")
+    assert [texts(), texts()] == [(5, 5), (5, 0)]
 
 
 def test_neither_place_nor_time_is_in_the_key(folder_of_kernels, tmp_path):

@@ -583,17 +583,11 @@ class Constant:
 
     def __init__(self, target: CudaTarget, data: Any):
         size = data.nbytes if isinstance(data, np.ndarray) else ctypes.sizeof(data)
-        self._target, self._data = target, data
         self._memory = target.empty((max(size, 1),), np.dtype(np.uint8))
         self.address = self._memory.data.ptr
         # The pool may have handed out what a kernel on the current stream still uses.
         target._cupy.cuda.get_current_stream().synchronize()
         target.upload(self.address, data)
-
-    def update(self) -> None:
-        """Make changes of the data seen by later launches; waits for those before."""
-        self._target.wait()
-        self._target.upload(self.address, self._data)
 
 
 class Signals:

@@ -211,9 +211,6 @@ class Constant:
         self._data = data
         self.address = address_of(data)
 
-    def update(self) -> None:
-        """Make changes of the data seen by later launches."""
-
 
 class Signals:
     """Which generations are over, by the word that the kernels count in.

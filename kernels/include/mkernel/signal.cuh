@@ -412,7 +412,7 @@ protected:
 private:
     World& world_;
     u32 generation_, role_;  // signals have 32 bits for the one
-    bool live_;
+    bool live_ = false;
 
 protected:
     Agent agent_;

@@ -203,7 +203,7 @@ struct Network {
 };
 
 // A communicator, as its kernels see it. Arrays have one entry per rank. What every launch reads comes first, in one line
-// of the cache: the first four words when it starts, the next when it ends. The host sets all but the first three.
+// of the cache: the first six words when it starts, the next when it ends. The host sets all but the first three.
 struct World {
     u64 generation;  // of the last kernel that ended well
     u64 running;     // 1 while a kernel has not ended well, or 0

@@ -161,8 +161,9 @@ public:
         }
     }
 
-    // The memory may be used again.
+    // The memory may be used again: by tensor copies, too, of what threads wrote there.
     static MK_DEVICE void retire(Shared& shared) {
+        ptx::fence_shared_to_async();
         each_barrier(shared, threadIdx.x, MK_THREADS, [](u64* barrier, u32) { ptx::barrier_invalidate(barrier); });
     }
 
@@ -773,9 +774,9 @@ public:
             return flexible ? u32(part.rows.size() + strip_rows - 1) / strip_rows : strips_down;
         }
 
-        // start(piece, its strip, its number) stores it, or starts to.
-        template <class Start>
-        MK_DEVICE void each_strip(const Tile& part, u32 across, u32 wide, Start start) {
+        // begin(piece, its strip, its number) stores it, or starts to.
+        template <class Begin>
+        MK_DEVICE void each_strip(const Tile& part, u32 across, u32 wide, Begin begin) {
             const u32 rows_there = u32(part.rows.size()), columns_there = u32(part.columns.size());
             Piece piece{part, 0, 0, wide};
 #pragma unroll 1
@@ -786,7 +787,7 @@ public:
                     free_oldest();
                 ptx::wait(ready, turn.parity);
                 if (piece.row < rows_there && piece.column < columns_there)
-                    start(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
+                    begin(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
                 __syncwarp();
                 ptx::commit_stores();
                 ++unread, ++behind;
