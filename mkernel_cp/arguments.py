@@ -79,6 +79,7 @@ class Options:
                     for low, extent in zip(least.values(), value, strict=False)
                 ):
                     bounds = ", ".join(f"{role} from {low} to 1024" for role, low in least.items())
+                    bounds += "; compute may be None" if name == "split" else ""
                     raise ValueError(f"Options({name}={value}): {asked} numbers: {bounds}")
                 object.__setattr__(self, name, value)
         for name in ("chunk_bytes", "sm_budget"):

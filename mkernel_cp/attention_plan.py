@@ -13,7 +13,7 @@ import numpy as np
 
 from .arguments import Options
 from .memory import round_up
-from .plan import NodesPlan, choose_split, network_agents
+from .plan import NodesPlan, choose_split, counted, network_agents
 from .reference import array_split_counts
 from .slots import network_bytes
 from .tiles import LINK_RATE, Gpu
@@ -423,10 +423,10 @@ class RingAttentionPlan(NodesPlan):
                 f"{', causal' if self.causal else ''}, rank {self.rank} of "
                 f"{len(self.seq_counts)}, {self.layout} positions {list(self.seq_counts)}",
                 f"target {self.target}, engine {self.engine}: tile {self.tile}, "
-                f"{compute} compute agents",
+                f"{counted(compute, 'compute agent')}",
                 f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} positions "
-                f"({nbytes} bytes) by {movers} movers, into a window of {self.window} of "
-                f"{self.attention.units} units ({self.workspace} bytes)",
+                f"({nbytes} bytes) by {counted(movers, 'mover')}, into a window of {self.window} "
+                f"of {counted(self.attention.units, 'unit')} ({self.workspace} bytes)",
                 *self._between_nodes(self.topology.gateways),
             )
         )

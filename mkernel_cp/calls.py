@@ -164,7 +164,7 @@ class Calls:
     def raise_failure(self) -> None:
         """Raise the failure that this rank has met, if any."""
         if self.failed():
-            raise self.pending()
+            raise self.pending().with_traceback(None)  # not behind those of earlier calls
 
     def fail(self, reason: Reason, peer: int, generation: int, waited: float = 0.0) -> None:
         """Record a failure that the host saw, tell all ranks, and raise it."""

@@ -113,11 +113,11 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
     reason, peer = Reason(record.reason), record.peer
     if reason is Reason.MISMATCH:
         hint = "".join(
-            f"; where ranks have different numbers of {what}, each passes all in {name}="
-            for name, what in (
-                ("row_counts", "rows"),
-                ("seq_counts", "positions"),
-                ("num_experts", "experts"),
+            f"; where ranks have different numbers of {what}, each passes {those} in {name}="
+            for name, what, those in (
+                ("row_counts", "rows", "all"),
+                ("seq_counts", "positions", "all"),
+                ("num_experts", "experts", "their sum"),
             )
             if _differs(name, texts[origin], texts[peer])
         )

@@ -210,12 +210,12 @@ class GemmPlan(NodesPlan):
             f"{self.dtype.name} -> {self.out_dtype.name}{tf32_text(self.tf32)}, rank "
             f"{self.rank} of {len(self.row_counts)}, rows {list(self.row_counts)}",
             f"target {self.target}, engine {self.engine}: tile {self.tile}, "
-            f"{self.split[1]} compute agent{'s' * (self.split[1] != 1)}{clusters}",
+            f"{counted(self.split[1], 'compute agent')}{clusters}",
         )
 
     def _movers(self) -> str:
         movers = self.split[0]
-        return f"{movers} mover{'s' * (movers > 1)}" if movers else "a part of each compute agent"
+        return counted(movers, "mover") if movers else "a part of each compute agent"
 
 
 @dataclass(frozen=True)
@@ -454,9 +454,7 @@ class GemmReduceScatterPlan(GemmPlan):
         """Return the plan in words, one choice a line."""
         rings = " and then ".join(", ".join(map(str, ring)) for ring in self.topology.rings)
         order = "ranks from the owner of a row on" if self.low_latency else f"ranks {rings}"
-        stripes = (
-            f"{self.stripes} stripe{'s' * (self.stripes > 1)} of {self.stripe_columns} columns"
-        )
+        stripes = f"{counted(self.stripes, 'stripe')} of {self.stripe_columns} columns"
         return "\n".join(
             (
                 *self._heading(),
@@ -513,6 +511,11 @@ class GemmAllReducePlan(GemmReduceScatterPlan):
         if self.low_latency:
             return f"{super().explain()}; owners send their sums to all"
         return f"{super().explain()}, each handed out to all and stored by {self._movers()}"
+
+
+def counted(count: int, what: str) -> str:
+    """Return how many there are of something, in words."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def tf32_text(tf32: bool) -> str:

@@ -417,6 +417,9 @@ def hopper_tile(
         beside = brings and not movers
         return _hopper_tile(rows, columns, gate, cluster, movers, gpu.shared_bytes, beside=beside)
 
+    few = tile_count(_HOPPER_TILES[0]) <= _FEW_WAVES * processors
+    travelling = (sum(row_counts) - min(row_counts)) * n  # sums, from or to a rank
+
     def cost(candidate: tuple[int, int, int, float]) -> float:
         rows, columns, cluster, rate = candidate
         tiles = tile_count(candidate)
@@ -433,9 +436,6 @@ def hopper_tile(
             last = min(1, agents * len(row_counts) / max(1, tiles))  # of the totals, at the end
             seconds = max(seconds, seconds / max(1, waves) + partials) + last * totals
         return seconds
-
-    few = tile_count(_HOPPER_TILES[0]) <= _FEW_WAVES * processors
-    travelling = (sum(row_counts) - min(row_counts)) * n  # sums, from or to a rank
 
     if options.tile is None:
         return make(min(_HOPPER_TILES, key=lambda t: (small and t[1] > SMALL_COLUMNS, cost(t))))

@@ -30,7 +30,7 @@ from mkernel_cp.arguments import DTYPES as ALLOWED
 def test_wrong_options_are_named(keywords):
     (name,) = keywords
     roles = {
-        "split": "2 or 3 numbers: movers from 0 to 1024, compute from 1 ",
+        "split": "2 or 3 numbers: movers from 0 to 1024, compute from 1 .*may be None",
         "tile": "3 numbers: rows from 1 ",
     }
     with pytest.raises(ValueError, match=rf"{name}=.*use {roles.get(name, '')}"):

@@ -499,6 +499,19 @@ def test_a_second_thread_is_refused_while_a_call_runs():
         np.testing.assert_array_equal(out, 6.0)
 
 
+def test_tracebacks_of_later_calls_do_not_pile_up():
+    def program(comm):
+        depths = []
+        for _ in range(5):
+            with pytest.raises(mk.ArgumentMismatchError) as raised:
+                mk.allgather_gemm(*HALF, comm=comm, dtype=(np.float16, np.float32)[comm.rank])
+            depths.append(len(raised.traceback))
+        return depths
+
+    for depths in outcomes(2, program):
+        assert len(set(depths[1:])) == 1
+
+
 def test_launches_at_once_are_told_apart():
     """As graphs that are replayed at once make them: here one seems never to have ended."""
 

@@ -621,7 +621,7 @@ def test_unequal_numbers_of_experts_are_named():
     def main(mpi):
         with contextlib.suppress(mk.Error), mk.Communicator(mpi) as comm:
             w = W[: 2 - comm.rank]
-            with pytest.raises(mk.ArgumentMismatchError, match="experts, each passes all in num_e"):
+            with pytest.raises(mk.ArgumentMismatchError, match="each passes their sum in num_exp"):
                 mk.moe_dispatch_gemm(X, IDS, w, comm=comm)
 
     mk.LocalWorld(2).run(main)
