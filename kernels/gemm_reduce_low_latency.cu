@@ -28,8 +28,10 @@ using SumType = Accumulator<Type>;
 
 MK_KERNEL(gemm_reduce_low_latency, LowLatencyParams, p) {
     const GemmReduceScatterPlan& plan = p.plan->reduction;
-    engine::expect(p.a, p.b);
-    Launch launch({p.world, *p.plan}, plan.split);
+    engine::expect(p.a, p.b, p.c);
+    const Start start(p.world, *p.plan);
+    fetch_ahead(plan.row_start, u32(start.size + 1) * sizeof(i64));
+    Launch launch(start, plan.split);
     auto greet = [&](Launch& self) { return self.member() > 0 || self.greet(p.message); };
 
     if (launch.is(Role::mover)) greet(launch);

@@ -345,6 +345,8 @@ class GemmReduceScatterPlan(GemmPlan):
         Columns of a part that lie together in a slot.
     zones : tuple of (int, int)
         (slots, bytes of one) of each landing zone, on every rank alike.
+    words : int
+        Words of data that are their own signals, likewise.
     low_latency : bool
         Sums travel in words that are their own signals, for few rows: each tile to those who add
         it, and on, before the next one.
@@ -363,6 +365,7 @@ class GemmReduceScatterPlan(GemmPlan):
     part: tuple[int, int]
     piece_columns: int
     zones: tuple[tuple[int, int], ...]
+    words: int
     low_latency: bool
     pulled: bool
     stripes: int
@@ -430,7 +433,7 @@ class GemmReduceScatterPlan(GemmPlan):
         """Return the bytes of peers' products for own rows, and of rows of sums, in words."""
         own = self.row_counts[self.rank] * self.transfer_dtype.itemsize
         size = (len(self.row_counts) - 1) * own + sums * self.out_dtype.itemsize
-        return size * round_up(self.n, _TOLD_COLUMNS[self.engine]) * 8 // _TOLD_BYTES
+        return size * round_up(self.n, _TOLD_COLUMNS[self.engine])
 
     def _parcels(self, rank: int, dtype: np.dtype) -> int:
         """Return in how many slots sums of a rank's rows leave another one."""
@@ -448,7 +451,7 @@ class GemmReduceScatterPlan(GemmPlan):
     @property
     def memory(self) -> int:
         """Bytes that this rank shares with its peers for it: slots and signals."""
-        return sum(slots * (size + 8) for slots, size in self.zones)
+        return 8 * self.words + sum(slots * (size + 8) for slots, size in self.zones)
 
     def explain(self) -> str:
         """Return the plan in words, one choice a line."""
@@ -712,10 +715,8 @@ def choose_split(
     return split
 
 
-# Columns that low_latency.cuh tells together, as the engines have them; and data that a word of 8
-# bytes carries.
-_TOLD_COLUMNS = {"host": 4, "portable": 4, "hopper": 16}
-_TOLD_BYTES = 4
+# Columns that low_latency.cuh tells together, as the engines have them.
+_TOLD_COLUMNS = {"host": 8, "portable": 8, "hopper": 32}
 _HANDOVER_S = 5e-6  # what it takes that bytes are known to be there
 
 
@@ -741,6 +742,20 @@ def has_low_latency(
     if kind is GemmAllReducePlan:
         size, handovers = size + out_dtype.itemsize, 2
     return peers * max(row_counts) * n * size / LINK_RATE < handovers * _HANDOVER_S / waves
+
+
+def told_words(
+    kind: type["GemmReduceScatterPlan"],
+    row_counts: tuple[int, ...],
+    n: int,
+    out_dtype: np.dtype,
+    transfer_dtype: np.dtype,
+    tile: tuple[int, int, int],
+) -> int:
+    """Return the words that sums with low latency take: partial sums of all peers, and sums."""
+    size = (len(row_counts) - 1) * transfer_dtype.itemsize
+    size += out_dtype.itemsize if kind is GemmAllReducePlan else 0
+    return told_elements(row_counts, n, tile) * size // 8
 
 
 def told_elements(row_counts: tuple[int, ...], n: int, tile: tuple[int, int, int]) -> int:
@@ -845,6 +860,9 @@ def plan_reduction(
             *(kind, row_counts, n, out_dtype, transfer_dtype, chosen, low_latency, nodes),
             pulled=pulled,
         ),
+        words=told_words(kind, row_counts, n, out_dtype, transfer_dtype, chosen.tile)
+        if low_latency
+        else 0,
         low_latency=low_latency,
         pulled=pulled,
         stripes=1 if low_latency or ranks == 1 else stripes,
@@ -879,14 +897,12 @@ def reduction_zones(
 
     The partial sums of each peer for the parts of the rank that adds most; if they are pulled, as
     many that are offered; for `gemm_allreduce` also the sums of all. No slot is used twice in a
-    call, so none is waited for. With low latency nothing but signals, which are data, too: partial
-    sums of all peers, and sums. Between nodes the last three are what a rank adds of others' rows,
-    what leaves its node of them, and what comes from the other nodes.
+    call, so none is waited for. With low latency there is none. Between nodes the last three are
+    what a rank adds of others' rows, what leaves its node of them, and what comes from the other
+    nodes.
     """
     if low_latency:
-        size = (len(row_counts) - 1) * transfer_dtype.itemsize
-        size += out_dtype.itemsize if kind is GemmAllReducePlan else 0
-        return ((told_elements(row_counts, n, chosen.tile) * size // _TOLD_BYTES, 0),)
+        return ((0, 0),)
     rows, columns = chosen.part
     parts = tile_counts(row_counts, n, (rows, columns, 0))
     added, others = added_parts(parts, nodes)

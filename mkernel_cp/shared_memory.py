@@ -1,8 +1,9 @@
 """The memory that ranks share: arrays of users and the arena of plans, in segments of each rank."""
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,29 +16,43 @@ from .memory import Heap, Segment, SegmentTable, extent, round_up
 from .topology import Topology
 from .world import World
 
-_HEAP_GRAIN = 1 << 21
+_HEAP_GRAIN, _PAGE, _LINE = 1 << 21, 4096, 128
 
 
 @dataclass(frozen=True)
 class Arena:
     """The segment that serves all plans of a communicator: signals first, data behind.
 
+    Between them are the words of data that are their own signals (low_latency.cuh): of no use to
+    others, who would leave something there.
+
     Attributes
     ----------
     number : int
         Of the segment.
-    signals, nbytes : int
-        Signal words at its start, and bytes of data behind them.
+    signals, words, nbytes : int
+        Signals at its start, words and bytes of data behind them.
     """
 
     number: int
     signals: int
+    words: int
     nbytes: int
 
-    @staticmethod
-    def data_offset_for(signals: int) -> int:
-        """Return where the data start behind so many signals, in bytes."""
-        return round_up(8 * signals, 4096)
+    @property
+    def words_offset(self) -> int:
+        """Where the words start, in bytes."""
+        return round_up(8 * self.signals, _LINE)
+
+    @property
+    def data_offset(self) -> int:
+        """Where the data start, in bytes."""
+        return round_up(self.words_offset + 8 * self.words, _PAGE)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return self.data_offset + self.nbytes
 
 
 class SharedMemory:
@@ -153,18 +168,18 @@ class SharedMemory:
 
     # --- segments ---------------------------------------------------------------------------------
 
-    def reserve(self, signals: int, nbytes: int) -> None:
+    def reserve(self, signals: int, nbytes: int, words: int = 0) -> None:
         """Have an arena with so much room, the same on all ranks."""
-        old = self.arena
-        if old and old.signals >= signals and old.nbytes >= nbytes:
+        old, wanted = self.arena, (signals, words, nbytes)
+        have = (old.signals, old.words, old.nbytes) if old else (0, 0, 0)
+        if old and all(map(operator.ge, have, wanted)):
             return
-        signals = max(signals, old.signals if old else 0)
-        nbytes = max(nbytes, old.nbytes if old else 0)
-        segments = self._share(Arena.data_offset_for(signals) + nbytes)
+        made = Arena(-1, *map(max, have, wanted))
+        segments = self._share(made.size)
         if old:
             # Nobody uses it once all ranks have come here and their earlier calls are over.
             self._let_go(old.number)
-        self.arena = Arena(self._add(segments), signals, nbytes)
+        self.arena = replace(made, number=self._add(segments))
 
     def _add(self, segments: list[Segment]) -> int:
         number = self.segments.add(segments)

@@ -453,20 +453,26 @@ MUTANTS = {
     ),
     "low latency: words of an earlier call": Mutant(
         H + "low_latency.cuh",
-        "asked[i].missing(from + i * step, launch.target(0));",
-        "asked[i].missing(from + i * step, 1);",
+        "if (i < count) asked[i].forget(from + i * step);",
+        "{}",
         LOW_LATENCY,
     ),
     "low latency: half a pair": Mutant(
         H + "low_latency.cuh",
-        "if (words_[i] < goal) first = words + i;",
-        "if (i % 2 == 0 && words_[i] < goal) first = words + i;",
+        "if (!words_[i]) first = words + i;",
+        "if (i % 2 == 0 && !words_[i]) first = words + i;",
         LOW_LATENCY,
+    ),
+    "low latency: data that look like nothing": Mutant(
+        H + "low_latency.cuh",
+        "~data ? ~data : u64(1) << 63",
+        "~data",
+        ("test_reductions.py::test_all_bits_of_a_sum_may_be_set",),
     ),
     "low latency: order of sums": Mutant(
         H + "low_latency.cuh",
-        "partials(distance) + place * sizeof(Partial) / word_bytes, count, sums);",
-        "partials(launch.size() - distance) + place * sizeof(Partial) / word_bytes, count, sums);",
+        "partials(distance) + words<Partial>(place), count, sums);",
+        "partials(launch.size() - distance) + words<Partial>(place), count, sums);",
         LOW_LATENCY,
     ),
     "low latency: NaN in place of a sum": Mutant(

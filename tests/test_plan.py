@@ -275,6 +275,7 @@ def make_reduction(
 ):
     k, dtype = case.k_per_rank[rank], np.dtype(case.dtype)
     tile = tiles.choose_tile(case.row_counts, case.n, k, dtype, options, None)
+    tile = plans.whole_groups(tile) if low_latency else tile
     return plans.plan_reduction(
         *(kind, rank, case.row_counts, case.n, k, dtype, np.dtype(case.out_dtype)),
         *(np.dtype(case.transfer_dtype), tile, low_latency, options),
@@ -376,15 +377,16 @@ def test_few_rows_are_summed_with_low_latency():
 def test_bytes_with_low_latency_are_those_of_words():
     case = ReductionCase("x", (2, 1), 5, (3, 4), "bfloat16", "bfloat16", transfer_dtype="bfloat16")
     plan = make_reduction(plans.GemmAllReducePlan, case, 0, low_latency=True)
-    # Of 8 columns: two rows of products, one of sums, and as many bytes of signals.
-    assert plan.bytes_from_peers == 2 * (2 * 8 * 2 + 8 * 2)
-    # Words for products of a peer, and sums, of two tiles of 2 x 5.
-    assert plan.zones == ((2 * 2 * 5, 0),)
-    assert plan.memory == 8 * 20
+    # Of 8 columns: two rows of products, and one of sums.
+    assert plan.bytes_from_peers == 2 * 8 * 2 + 8 * 2
+    # Words for products of a peer, and sums, of two tiles of 2 x 8.
+    assert plan.zones == ((0, 0),)
+    assert plan.words == 2 * 2 * (2 * 8) * 2 // 8
+    assert plan.memory == 8 * plan.words
     for rank, rows in enumerate((2, 1)):
         plan = make_reduction(plans.GemmReduceScatterPlan, case, rank, low_latency=True)
-        assert plan.bytes_from_peers == rows * 2 * 8 * 2
-        assert plan.zones == ((2 * 5, 0),)
+        assert plan.bytes_from_peers == rows * 8 * 2
+        assert plan.words == 2 * (2 * 8) * 2 // 8
 
 
 @pytest.mark.parametrize("low_latency", [False, True])

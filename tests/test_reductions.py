@@ -255,6 +255,20 @@ def test_same_bits_for_any_form_split_tile_and_stripe_and_on_all_ranks(dtype):
     assert len(found) == 1
 
 
+@pytest.mark.operator(world=2)
+def test_all_bits_of_a_sum_may_be_set(operator):
+    """What travels in words that are their own signals is never taken for nothing."""
+
+    def program(comm):
+        a = np.full((4, 1), 0xFFFFFFFF, np.uint32).view(np.float32)  # no number, as others are
+        a, b = worlds.put(comm, a), worlds.put(comm, np.ones((1, 24), np.float32))
+        for _ in range(2):
+            assert np.isnan(worlds.get(comm, call(operator, comm, a, b))).all()
+
+    with worlds.sums("low latency"):
+        worlds.run(2, program, progress_timeout=5)
+
+
 @pytest.mark.operator(world=3)
 def test_nan_and_infinity_reach_only_what_depends_on_them(operator):
     rng = np.random.default_rng(6)

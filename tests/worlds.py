@@ -182,15 +182,14 @@ def poisoned(comm):
 
 
 def signals(comm):
-    """Return the signals of this rank's arena."""
+    """Return the signals of this rank's arena, and the words that are their own ones."""
     memory = comm._runtime.memory
-    return memory.segments[memory.arena.number].bytes[: 8 * memory.arena.signals]
+    return memory.segments[memory.arena.number].bytes[: memory.arena.data_offset]
 
 
 def _arena_data(comm):
     memory = comm._runtime.memory
-    start = memory.arena.data_offset_for(memory.arena.signals)
-    return memory.segments[memory.arena.number].bytes[start:]
+    return memory.segments[memory.arena.number].bytes[memory.arena.data_offset :]
 
 
 def bytes_from_peers(comm):

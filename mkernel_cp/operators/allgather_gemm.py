@@ -175,7 +175,7 @@ class AllGatherGemm(GemmOperator):
     def _constants(self, arena: Arena) -> Any:
         structures, plan, runtime = structs.shared(), self.plan, self._runtime
         base = runtime.memory.segments[arena.number].address
-        offsets = [arena.data_offset_for(arena.signals) + at for at in plan.arena_offsets()]
+        offsets = [arena.data_offset + at for at in plan.arena_offsets()]
         self._stage = Location(arena.number, offsets[runtime.rank])
         ranks = range(runtime.size)
         first_chunk = np.cumsum([0, *(plan.chunks(rank) for rank in ranks)])
@@ -212,7 +212,7 @@ class AllGatherGemm(GemmOperator):
         check_chunks(chunks, str(self.plan.chunk), "Options(chunk_bytes=)")
         writes = np.array(self.plan.writes(runtime.network.transport), np.uint64)
         return {
-            "zone": place(arena.number, arena.data_offset_for(arena.signals)),
+            "zone": place(arena.number, arena.data_offset),
             "relayed": place(arena.number, 8 * chunks),
             "chunks": chunks,
             "writes": self._constant("writes", writes),

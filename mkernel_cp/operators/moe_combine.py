@@ -200,7 +200,7 @@ class MoeCombine(Operator):
     def _fill_in(self, arena: Arena) -> None:
         structures, plan, runtime = structs.shared(), self.plan, self._runtime
         asked = self._spec.asked
-        data = arena.data_offset_for(arena.signals)
+        data = arena.data_offset
         at = offsets_of(asked.arena_sizes())
         self._stage = Location(arena.number, data + at["weights"])
         self._constant("writes", np.ones(sums_chunks(asked, asked.ranks)[1], np.uint64))
@@ -300,7 +300,7 @@ def combine_plan(
         In how many writes each chunk of that comes.
     """
     structures, words = structs.shared(), offsets_of(asked.signal_sizes(), 1)
-    data, base = arena.data_offset_for(arena.signals), runtime.memory.segments[arena.number].address
+    data, base = arena.data_offset, runtime.memory.segments[arena.number].address
 
     def place(name: str) -> Any:
         return structures.Place(arena.number, 8 * (signals + words[name]))

@@ -511,7 +511,7 @@ def stage_of_tokens(agreed: Dispatch, arena: Arena, runtime: Runtime) -> Locatio
     """Return where a rank's own tokens would land."""
     landing = offsets_of(agreed.arena_sizes())["landing"]
     own = landing + runtime.rank * agreed.max_tokens * agreed.pitch
-    return Location(arena.number, arena.data_offset_for(arena.signals) + own)
+    return Location(arena.number, arena.data_offset + own)
 
 
 def gpu_capacity(kernel: Any, nbytes: int, options: Options, runtime: Runtime) -> int:
@@ -539,7 +539,7 @@ def routing_plans(
 ) -> tuple[Any, Any]:
     """Return the structs ``RoutingPlan`` and ``TokenLandingPlan``, which begin an arena."""
     structures = structs.shared()
-    base, data = runtime.memory.segments[arena.number].address, arena.data_offset_for(arena.signals)
+    base, data = runtime.memory.segments[arena.number].address, arena.data_offset
     at, words = offsets_of(agreed.arena_sizes()), offsets_of(agreed.signal_sizes(), 1)
 
     def local(*names: str) -> dict[str, int]:
@@ -600,7 +600,7 @@ def node_dispatch_plan(
     structures = structs.shared()
     if not agreed.several_nodes:
         return structures.NodeDispatchPlan()
-    base, data = runtime.memory.segments[arena.number].address, arena.data_offset_for(arena.signals)
+    base, data = runtime.memory.segments[arena.number].address, arena.data_offset
     at, begins = offsets_of(agreed.arena_sizes()), np.cumsum([0, *agreed.nodes])
     firsts = np.cumsum([0, *agreed.experts_of])[begins]
     chunks = agreed.ranks * agreed.parts + more

@@ -350,7 +350,7 @@ class MoeLayer(Operator):
         structures, plan, asked, runtime = structs.shared(), self.plan, self._layer, self._runtime
         shadow = runtime.machine.shadow
         at, words = offsets_of(asked.arena_sizes()), offsets_of(asked.signal_sizes(), 1)
-        data = arena.data_offset_for(arena.signals)
+        data = arena.data_offset
         self._stage = stage_of_tokens(asked.dispatch, arena, runtime)
         self._stage_of_weights = Location(arena.number, data + at["weights"])
         room = {name: shadow(array).ctypes.data for name, array in self._room.items()}

@@ -1,5 +1,6 @@
 """What `gemm_reduce_scatter` and `gemm_allreduce` have in common: sums over ranks."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -74,9 +75,10 @@ class ReductionOperator(GemmOperator):
             self._load(by_columns)
             return self._prefers_to_pull()
 
-        def need(votes: list[bool]) -> tuple[int, int]:
+        def need(votes: list[bool]) -> tuple[int, int, int]:
             zones = self._zones(any(votes))
-            return sum(slots for slots, _ in zones), sum(slots * nbytes for slots, nbytes in zones)
+            signals, nbytes = sum(slots for slots, _ in zones), sum(map(math.prod, zones))
+            return signals, nbytes, self._told_words()
 
         # K_r, and so the answer, may differ between ranks: the one that multiplies longest counts.
         self._pulled = any(self._runtime.agreement(self._what, need, compile_and_vote))
@@ -102,6 +104,15 @@ class ReductionOperator(GemmOperator):
         spec = self._spec
         begins = np.cumsum((0, *spec.row_counts[:-1])) * spec.dtype.itemsize
         return not (begins[np.array(spec.row_counts) > 0] % 16).any()
+
+    def _told_words(self) -> int:
+        spec = self._spec
+        if not self._low_latency:
+            return 0
+        return plans.told_words(
+            *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
+            self._tile.tile,
+        )
 
     def _zones(self, pulled: bool) -> tuple[tuple[int, int], ...]:
         spec = self._spec
@@ -168,10 +179,11 @@ class ReductionOperator(GemmOperator):
         begin, end = (plan.row_start[rank], plan.row_start[rank + 1]) if scattered else (0, plan.m)
         return structs.shared().LowLatencyPlan(
             reduction=reduction,
+            words=structs.shared().Place(arena.number, arena.words_offset),
             elements=plans.told_elements(plan.row_counts, plan.n, plan.tile),
             scattered=scattered,
-            all_rows=self._constant("all_rows", np.array((0, plan.m), np.int64)),
-            first_row=self._constant("first_row", np.array((-begin,), np.int64)),
+            all_rows=(0, plan.m),
+            first_row=-begin,
             kept_begin=begin,
             kept_end=end,
         )
@@ -232,7 +244,7 @@ class ReductionOperator(GemmOperator):
         """
         structures, before = structs.shared(), self.plan.zones[:number]
         signals = 8 * sum(slots for slots, _ in before)
-        data = arena.data_offset_for(arena.signals) + sum(slots * size for slots, size in before)
+        data = arena.data_offset + sum(map(math.prod, before))
         return structures.ZonePlan(
             signals=structures.Place(arena.number, signals),
             slots=structures.Place(arena.number, data),

@@ -332,7 +332,7 @@ class RingAttention(Operator):
         structures, plan, runtime = structs.shared(), self.plan, self._runtime
         attention = self._spec.attention
         base = runtime.memory.segments[arena.number].address
-        data = arena.data_offset_for(arena.signals)
+        data = arena.data_offset
         window, *stages, _ = attention.arena_offsets(runtime.rank)
         self._stages = [Location(arena.number, data + stage) for stage in stages]
         walk, queries = attention.walk(runtime.rank), attention.held_by(runtime.rank)

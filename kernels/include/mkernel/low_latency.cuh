@@ -1,7 +1,7 @@
 // Sums of few rows, where a message more costs more than its bytes. A rank tells its product to the owners of the rows; they
-// add it up, and of gemm_allreduce tell the sums to all. Words carry data and their own signal: generation << 32 | 32 bits.
-// Whoever sees one of this generation has the bits: no fence, no second word. As signals they lie among signals, where
-// nothing else looks like one of a later generation.
+// add it up, and of gemm_allreduce tell the sums to all. Words of data are their own signals: 0 is in memory where nothing has
+// come, and no word of data is. Whoever sees another one has the bits, without a fence or a second word, and makes it 0 again.
+// They lie where no other kernel writes; and who tells has seen the receiver enter this call, whose earlier ones are over.
 #pragma once
 
 #include "roles.cuh"
@@ -10,21 +10,23 @@
 namespace mk {
 
 // Neighbours of a row, which are told together: two words at a time.
-constexpr u32 told_together = 4;
+constexpr u32 told_together = 8;
 
 template <class T>
 struct alignas(8) Told {
-    static constexpr u32 pairs = told_together * sizeof(T) / 8;
+    static constexpr u32 pairs = told_together * sizeof(T) / (2 * sizeof(u64));
     T values[told_together];
 
-    // `generation`: of the words, as a target.
-    MK_DEVICE void tell(u64 generation, u64* words) const {
-        u64 halves[pairs];
-        memcpy(halves, values, sizeof values);
+    MK_DEVICE void tell(u64* words) const {
+        u64 data[2 * pairs];
+        memcpy(data, values, sizeof values);
         MK_UNROLL
-        for (u32 i = 0; i < pairs; ++i)
-            store_pair(words + 2 * i, generation | u32(halves[i]), generation | halves[i] >> 32);
+        for (u32 i = 0; i < pairs; ++i) store_pair(words + 2 * i, word_of(data[2 * i]), word_of(data[2 * i + 1]));
     }
+
+private:
+    // The complement. All bits set are values that are no numbers, as others are.
+    static MK_DEVICE u64 word_of(u64 data) { return ~data ? ~data : u64(1) << 63; }
 };
 
 // The same on its way: what has been asked for need not have come.
@@ -36,21 +38,27 @@ public:
         for (u32 i = 0; i < pairs; ++i) load_pair(words + 2 * i, words_[2 * i], words_[2 * i + 1]);
     }
 
-    // The first of these words that has not come, or null; `goal`: their generation, as a target.
-    MK_DEVICE const u64* missing(const u64* words, u64 goal) const {
+    // The first of these words that has not come, or null.
+    MK_DEVICE const u64* missing(const u64* words) const {
         const u64* first = nullptr;
         MK_UNROLL
         for (u32 i = 2 * pairs; i-- > 0;)
-            if (words_[i] < goal) first = words + i;
+            if (!words_[i]) first = words + i;
         return first;
     }
 
-    MK_DEVICE Told<T> told() const {
-        u64 halves[pairs];
+    // Nothing has come there, for the next call.
+    MK_DEVICE void forget(u64* words) const {
         MK_UNROLL
-        for (u32 i = 0; i < pairs; ++i) halves[i] = u32(words_[2 * i]) | words_[2 * i + 1] << 32;
+        for (u32 i = 0; i < pairs; ++i) store_pair(words + 2 * i, 0, 0);
+    }
+
+    MK_DEVICE Told<T> told() const {
+        u64 data[2 * pairs];
+        MK_UNROLL
+        for (u32 i = 0; i < 2 * pairs; ++i) data[i] = ~words_[i];
         Told<T> told;
-        memcpy(told.values, halves, sizeof halves);
+        memcpy(told.values, data, sizeof data);
         return told;
     }
 
@@ -64,7 +72,7 @@ template <class T>
 class StoreKept : public Store<T> {
 public:
     MK_DEVICE StoreKept(const LowLatencyPlan& plan, const Matrix& to)
-        : Store<T>(to, plan.kept_end - plan.kept_begin, plan.first_row), plan_(&plan) {}
+        : Store<T>(to, plan.kept_end - plan.kept_begin, &plan.first_row), plan_(&plan) {}
 
     // Boxes begin in the matrix: of one that is stored in front of it an H200 makes no end.
     MK_DEVICE const TensorMap* map(const Tile& tile, u32 box_rows) const {
@@ -172,7 +180,7 @@ public:
     MK_DEVICE u64 place_of(const Tile& part) const {
         const TileShape& tile = plan_->reduction.tile;
         const u32 rows = u32(tile.rows), columns = u32(tile.columns), row = u32(part.rows.begin), column = u32(part.columns.begin);
-        const u32 number = row / rows * u32(ceil_div(plan_->reduction.n, tile.columns)) + column / columns;
+        const u32 number = row / rows * ceil_div(u32(plan_->reduction.n), columns) + column / columns;
         return (u64(number) * rows + row % rows) * columns + column % columns;
     }
 
@@ -181,7 +189,7 @@ public:
     MK_DEVICE void give(const Launch& launch, u64 owner, u64 place, u32 count, const Acc (&sums)[size]) const {
         if (owner == launch.rank() || !launch.live()) return;
         const u64 distance = around(launch.rank(), launch.size() - owner, launch.size());
-        tell<Partial, apart>(launch, owner, partials(distance) + place * sizeof(Partial) / word_bytes, count, sums);
+        tell<Partial, apart>(words_of(launch, owner) + partials(distance) + words<Partial>(place), count, sums);
     }
 
     // To an owner's sums those of the next rank are added, and so on around the ring. Returns whether they are this rank's.
@@ -190,7 +198,7 @@ public:
         if (owner != launch.rank()) return false;
         Batch<Partial, apart, size / told_together> now, next;
         auto from = [&](u64 distance) {
-            return words_of(launch, launch.rank()) + partials(distance) + place * sizeof(Partial) / word_bytes;
+            return words_of(launch, launch.rank()) + partials(distance) + words<Partial>(place);
         };
         if (launch.size() > 1) next.ask(from(1), count);
         MK_NO_UNROLL
@@ -211,7 +219,7 @@ public:
             for (u32 i = 0; i < size; ++i) sums[i] = not_a_number<Acc>();
         } else if (!plan_->scattered) {
             for (u64 peer : RingOrder(launch.rank(), launch.size()))
-                tell<Result, apart>(launch, peer, totals(launch) + place * sizeof(Result) / word_bytes, count, sums);
+                tell<Result, apart>(words_of(launch, peer) + totals(launch) + words<Result>(place), count, sums);
         }
         return true;
     }
@@ -221,7 +229,7 @@ public:
     MK_DEVICE bool take(Launch& launch, u64 owner, u64 place, u32 count, Acc (&sums)[size]) const {
         if (owner == launch.rank() || plan_->scattered) return false;
         Batch<Result, apart, size / told_together> totals_there;
-        const u64* from = words_of(launch, launch.rank()) + totals(launch) + place * sizeof(Result) / word_bytes;
+        u64* const from = words_of(launch, launch.rank()) + totals(launch) + words<Result>(place);
         totals_there.ask(from, count);
         totals_there.hear(launch, from, count, {Awaited::sum, owner, place});
         MK_UNROLL
@@ -234,13 +242,12 @@ public:
     }
 
 private:
-    static constexpr u32 word_bytes = 4;  // of data
     static constexpr u32 quick_looks = 4;  // before one that waits, which takes a call
 
     // Groups that are asked for together.
     template <class T, u32 apart, u32 groups>
     struct Batch {
-        static constexpr u32 step = apart * sizeof(T) / word_bytes;  // words
+        static constexpr u32 step = apart * sizeof(T) / sizeof(u64);  // words
         Asked<T> asked[groups];
 
         MK_DEVICE void ask(const u64* from, u32 count) {
@@ -249,20 +256,23 @@ private:
                 if (i < count) asked[i].ask(from + i * step);
         }
         // Waits until all have come, or that is in vain. What follows what has come mostly has, too: one look is for all.
-        MK_DEVICE void hear(Launch& launch, const u64* from, u32 count, Subject subject) {
+        MK_DEVICE void hear(Launch& launch, u64* from, u32 count, Subject subject) {
             for (u32 looks = 0;; ++looks) {
                 const u64* missing = nullptr;
                 MK_UNROLL
                 for (u32 i = groups; i-- > 0;)
                     if (i < count) {
-                        const u64* const first = asked[i].missing(from + i * step, launch.target(0));
+                        const u64* const first = asked[i].missing(from + i * step);
                         missing = first ? first : missing;
                     }
-                if (!missing || !launch.live()) return;
+                if (!missing || !launch.live()) break;
                 if (looks >= quick_looks)
-                    launch.apart([missing, subject](Launch& self) { self.wait_alone(missing, 0, subject); });
+                    launch.apart([missing, subject](Launch& self) { self.wait_word(missing, subject); });
                 ask(from, count);
             }
+            MK_UNROLL
+            for (u32 i = 0; i < groups; ++i)
+                if (i < count) asked[i].forget(from + i * step);
         }
         MK_DEVICE Told<T> told(u32 i) const { return asked[i].told(); }
     };
@@ -274,20 +284,21 @@ private:
 
     // Words of a rank, and where among them are those of who is so far from the owner, and those of sums.
     MK_DEVICE u64* words_of(const Launch& launch, u64 rank) const {
-        return static_cast<u64*>(launch.at(rank, plan_->reduction.partials.signals));
+        return static_cast<u64*>(launch.at(rank, plan_->words));
     }
-    MK_DEVICE u64 partials(u64 distance) const { return (distance - 1) * plan_->elements * sizeof(Partial) / word_bytes; }
+    template <class T>
+    static MK_DEVICE u64 words(u64 elements) { return elements * sizeof(T) / sizeof(u64); }
+    MK_DEVICE u64 partials(u64 distance) const { return (distance - 1) * words<Partial>(plan_->elements); }
     MK_DEVICE u64 totals(const Launch& launch) const { return partials(launch.size()); }
 
     template <class T, u32 apart, u32 size>
-    MK_DEVICE void tell(const Launch& launch, u64 receiver, u64 words, u32 count, const Acc (&sums)[size]) const {
-        u64* const to = words_of(launch, receiver) + words;
+    MK_DEVICE void tell(u64* to, u32 count, const Acc (&sums)[size]) const {
         MK_UNROLL
         for (u32 i = 0; i < size; i += told_together) {
             Told<T> told;
             MK_UNROLL
             for (u32 c = 0; c < told_together; ++c) told.values[c] = narrow<T>(sums[i + c]);
-            if (i / told_together < count) told.tell(launch.target(0), to + i / told_together * Batch<T, apart, 1>::step);
+            if (i / told_together < count) told.tell(to + i / told_together * Batch<T, apart, 1>::step);
         }
     }
 
@@ -304,7 +315,7 @@ MK_DEVICE void count_told(const Launch& launch, const LowLatencyPlan& plan, u32 
     const u64 own = u64(plan.reduction.row_start[rank + 1] - plan.reduction.row_start[rank]);
     const u64 others = plan.scattered ? 0 : u64(plan.kept_end) - own;
     const u64 bytes = ((launch.size() - 1) * own * sizeof(Partial) + others * sizeof(Sum)) * columns;
-    fetch_add(launch.world().bytes_from_peers, 2 * bytes);  // half of a word is its signal
+    fetch_add(launch.world().bytes_from_peers, bytes);
 }
 
 }  // namespace mk

@@ -153,11 +153,12 @@ public:
 
     // The same by one lane among others, each of which waits for a signal of its own.
     MK_DEVICE bool wait_alone(const u64* signal, u64 progress, Subject subject) {
-        const u64 goal = target(progress);
-        live_ = live_ && poll_alone(
-                             subject, goal, signal, [&](u64 seen) { return seen >= goal ? Poll::done : Poll::pending; },
-                             [] { return Poll::pending; });
-        return live_;
+        return wait_alone(signal, target(progress), subject, [this, progress](u64 seen) { return seen >= target(progress); });
+    }
+
+    // For a word of data, which is 0 as long as it has not come.
+    MK_DEVICE bool wait_word(const u64* word, Subject subject) {
+        return wait_alone(word, target(0), subject, [](u64 seen) { return seen != 0; });
     }
 
     // Waits for signal_of(i) of so many, at which the lanes look side by side; all get one verdict.
@@ -277,6 +278,14 @@ protected:
     }
 
 private:
+    template <class Reached>
+    MK_DEVICE bool wait_alone(const u64* signal, u64 goal, Subject subject, Reached reached) {
+        live_ = live_ && poll_alone(
+                             subject, goal, signal, [&](u64 seen) { return reached(seen) ? Poll::done : Poll::pending; },
+                             [] { return Poll::pending; });
+        return live_;
+    }
+
     static constexpr u64 first_look_ns = 20 * nanoseconds_per_microsecond;
     static constexpr u64 look_every_ns = 10 * nanoseconds_per_microsecond;
     static constexpr u32 spins_per_look = 8;

@@ -356,12 +356,13 @@ struct GemmAllReduceParams {
 
 // The same of both for few rows.
 struct LowLatencyPlan {
-    GemmReduceScatterPlan reduction;  // partials.signals are words: [ring distance from the owner - 1][element], then of sums
-    u64 elements;    // of whole tiles
-    u64 scattered;   // whether only the owner of a row keeps its sums, and not every rank
-    i64* all_rows;   // 0 and M
-    i64* first_row;  // where in c row 0 is, or would be: minus kept_begin
-    i64 kept_begin;  // rows that this rank keeps
+    GemmReduceScatterPlan reduction;
+    Place words;      // of data: [ring distance from the owner - 1][element] of products, then of sums
+    u64 elements;     // of whole tiles
+    u64 scattered;    // whether only the owner of a row keeps its sums, and not every rank
+    i64 all_rows[2];  // 0 and M
+    i64 first_row;    // where in c row 0 is, or would be: minus kept_begin
+    i64 kept_begin;   // rows that this rank keeps
     i64 kept_end;
 };
 

@@ -59,7 +59,7 @@ constexpr bool has_time = true;      // a warp does meanwhile() beside the tiles
 constexpr bool couriers = MK_COURIERS, movers = !couriers;
 constexpr bool pairs_columns = true;  // it takes a PairedStack
 constexpr u32 sink_loads = 6;  // that a lane of a sink may have under way: registers for so many are there
-constexpr u32 told_columns = 16;  // that are exchanged together
+constexpr u32 told_columns = 32;  // that are exchanged together
 constexpr bool sends_strips = !several_nodes;  // sums for peers lie in their slots as strips
 constexpr u32 consumers = 2, spare_warp = 1 + consumers;
 constexpr u32 strip_rows = Strip<u8>::rows;  // of one matrix instruction
@@ -484,13 +484,13 @@ public:
                 u32(sink.place_of(part)) + line * columns + lane * Sink::together};
     }
 
-    // Has the sink make of a part's sums what they are over all ranks, when the storer says that it may begin. Of each 16
-    // columns of a row a thread has 4, of which those of a warp lie together: links carry long runs in fewer packets.
+    // Has the sink make of a part's sums what they are over all ranks, when the storer says that it may begin. Of each 32
+    // columns of a row a thread has 8, of which those of a warp lie together: links carry long runs in fewer packets.
     static MK_DEVICE void exchange(Shared& shared, Launch self, const Tile& part, const Whereabouts& there, u32 consumer,
                                    Turn<1>& awaited, float (&sums)[sums_of_block]) {
         constexpr u32 groups = columns / told_columns, apart = 32 * Sink::together;
         // Groups that are asked for together: beside the sums there are registers for so many.
-        constexpr u32 at_once = 8 / Sink::partial_bytes * 64 / columns, some_sums = at_once * Sink::together;
+        constexpr u32 at_once = Sink::partial_bytes * columns < 256 ? 2 : 1, some_sums = at_once * Sink::together;
         const Sink& sink = shared.sink;
         const i64 row = part.rows.begin + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
         ptx::wait(&shared.awaited[consumer], awaited.parity);
@@ -508,7 +508,7 @@ public:
                     if (row + 8 * second >= part.rows.end) break;
                     const u32 at = there.place + (second * groups + first) * apart;
                     const u32 count = wanted > first ? wanted - first : 0;
-                    float* const own = sums + 8 * first + 2 * second;
+                    float* const own = sums + told_columns / 2 * first + 2 * second;
                     MK_UNROLL
                     for (u32 i = 0; i < some_sums; ++i) some[i] = own[i / 2 * 4 + i % 2];
                     if (step == 0) sink.template give<apart>(self, there.owner[second], at, count, some);

@@ -21,7 +21,7 @@ constexpr bool has_time = false;  // meanwhile() is done before the tiles, not b
 constexpr bool couriers = true, movers = true;  // who brings what peers have: a plan has either
 constexpr bool pairs_columns = false;  // whether it takes a PairedStack
 constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
-constexpr u32 told_columns = 4;  // that are exchanged together: see Exchange
+constexpr u32 told_columns = 8;  // that are exchanged together: see Exchange
 constexpr bool sends_strips = false;  // sums for peers lie in their slots as strips
 
 // A part of a matrix.

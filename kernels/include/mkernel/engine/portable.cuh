@@ -22,7 +22,7 @@ constexpr bool has_time = false;  // nobody does anything beside the tiles
 constexpr bool couriers = false, movers = true;
 constexpr bool pairs_columns = false;
 constexpr u32 sink_loads = 1;  // that a lane of a sink may have under way: registers for so many are there
-constexpr u32 told_columns = 4;
+constexpr u32 told_columns = 8;
 constexpr bool sends_strips = false;  // sums for peers lie in their slots as strips
 constexpr u32 producers = loaders / warp_size, consumers = 8;
 
