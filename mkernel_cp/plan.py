@@ -717,7 +717,8 @@ def choose_split(
 
 # Columns that low_latency.cuh tells together, as the engines have them.
 _TOLD_COLUMNS = {"host": 8, "portable": 8, "hopper": 32}
-_HANDOVER_S = 5e-6  # what it takes that bytes are known to be there
+# What it takes that partial sums are known to be there, and totals.
+_HANDOVER_S = 5e-6, 7.5e-6
 
 
 def has_low_latency(
@@ -731,17 +732,17 @@ def has_low_latency(
 ) -> bool:
     """Return whether sums are to travel in words that are their own signals.
 
-    They take twice the bytes, but nobody has to find out that these are there. In each wave of
-    tiles all wait for each other.
+    Nobody has to find out that these are there; but they take longer than copies of as many bytes,
+    and in each wave of tiles all wait for each other.
     """
-    peers, size, handovers = len(row_counts) - 1, transfer_dtype.itemsize, 1
+    peers, size, saved = len(row_counts) - 1, transfer_dtype.itemsize, _HANDOVER_S[0]
     (tiles,) = tile_counts((sum(row_counts),), n, tile.tile)
     waves = math.ceil(tiles * tile.cluster / gpu.processors) if gpu else 1
     if peers == 0 or tiles == 0 or (tile.engine == "hopper" and tile.tile[1] > SMALL_COLUMNS):
         return False
     if kind is GemmAllReducePlan:
-        size, handovers = size + out_dtype.itemsize, 2
-    return peers * max(row_counts) * n * size / LINK_RATE < handovers * _HANDOVER_S / waves
+        size, saved = size + out_dtype.itemsize, sum(_HANDOVER_S)
+    return peers * max(row_counts) * n * size / LINK_RATE < saved / waves
 
 
 def told_words(

@@ -231,7 +231,7 @@ def test_ranks_agree_on_whether_they_pull(on, monkeypatch, k):
     monkeypatch.setattr(plans, "LINK_RATE", 1e12)
     monkeypatch.setattr(plans, "_LEAST_WAVES_PULLED", 0)
     monkeypatch.setattr(tiles, "_HOPPER_TILES", (PAIR,))
-    monkeypatch.setattr(plans, "_HANDOVER_S", -np.inf)
+    monkeypatch.setattr(plans, "_HANDOVER_S", (-np.inf, -np.inf))
 
     def program(comm):
         a, b = np.ones((20, k[comm.rank]), np.float16), np.ones((k[comm.rank], 24), np.float16)

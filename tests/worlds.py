@@ -162,7 +162,7 @@ def sums(way):
     """Let partial sums come in one way, whatever the shape, if the operator has it."""
     scatter = plan.GemmReduceScatterPlan
     with (
-        mock.patch.object(plan, "_HANDOVER_S", np.inf if way == "low latency" else -np.inf),
+        mock.patch.object(plan, "_HANDOVER_S", 2 * (np.inf if way == "low latency" else -np.inf,)),
         mock.patch.object(
             plan, "pulls_partials", lambda kind, *_: way == "pulled" and kind is scatter
         ),
