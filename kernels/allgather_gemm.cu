@@ -1,7 +1,9 @@
 // allgather_gemm: C = A @ B, where every rank holds some rows of A, and a B of its own.
 //   movers   bring the peers' rows here chunk by chunk: each byte crosses the link once, from the next rank first
 //            (all their warps, or one of each compute agent, where the plan has no agents for it)
-//   compute  multiplies a tile as soon as the rows and the part of k that it needs have arrived, own rows first
+//   compute  multiplies a tile as soon as the rows and the part of k that it needs have arrived, own rows first; or, where
+//            there are so few rows that reading B again for those of each rank takes longer, all rows together, own ones
+//            with them
 // One of them tells the peers where this rank's rows are, before all else.
 // Where there is more than one node:
 //   inter-send     sends this rank's rows over the network once to each other node, to its gateway there
@@ -28,13 +30,25 @@ MK_DEVICE i64 rows_together(const AllGatherGemmPlan& plan) {
     return i64(blocks / RingTiles::group + 1) * RingTiles::group * plan.tile.rows;
 }
 
-// Brings what of the peers' rows is this member's share; returns whether all went well.
+// Whether own rows are brought to where the others land.
+MK_DEVICE bool own_land(const Launch& self, const AllGatherGemmPlan& plan, const Matrix& own) {
+    return plan.gathered && own.data != plan.landing.rows[self.rank()].data;
+}
+
+// Brings what of the peers' rows, and perhaps own ones, is this member's share; returns whether all went well.
 template <bool aligned>
-MK_DEVICE bool bring_rows(Launch self, const AllGatherGemmPlan& plan, Scratch scratch) {
+MK_DEVICE bool bring_rows(Launch self, const AllGatherGemmPlan& plan, const Matrix& own, Scratch scratch) {
     Landing<Type> landing(self, plan.landing);
     Courier<aligned> courier(self, scratch);
     const i64 together = rows_together(plan);
     const u64 rank = self.rank();
+    if (own_land(self, plan, own)) {
+        const Range all{0, plan.landing.k};
+        landing.pull(
+            courier, rank, landing.share_of(rank, all, together, self.member(), self.members()),
+            [&](bool) -> Lines { return {static_cast<u8*>(own.data), own.row_stride * i64(sizeof(Type))}; },
+            [](i64) { return true; });
+    }
     for (Range phase : landing.phases())
         for (u64 peer : RingOrder(rank, self.size(), self.node())) {
             const u64 holder = self.holder(peer);  // itself, or its gateway
@@ -66,7 +80,7 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
     if (launch.speaks()) launch.announce(p.message);
 
     // Movers copy by registers, whose loads are not queued behind others: what all wait for first is there sooner.
-    auto bring_by_registers = [&](Launch self, Scratch) { return bring_rows<false>(self, plan, Scratch{nullptr, 0}); };
+    auto bring_by_registers = [&](Launch self, Scratch) { return bring_rows<false>(self, plan, p.a, Scratch{nullptr, 0}); };
     if (engine::movers && launch.is(Role::mover) && !launch.by_warps(bring_by_registers)) launch.drop();
     if (several_nodes && launch.is(Role::inter_send))
         launch.apart([&](Launch& self) { Internode<Type>(self, plan.landing, rows_together(plan)).send(p.message); });
@@ -75,21 +89,30 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);
-        const RingTilesOf<engine::halves_tiles> own_rows_first(
-            {rank, size, plan.landing.row_start, plan.n, plan.tile, launch.node()}, {0, size}, RingTiles::one_stripe,
-            launch.member() / engine::cluster, launch.members() / engine::cluster, plan.whole);
+        const bool gathered = plan.gathered, awaits_own = own_land(launch, plan, p.a);
+        using Tiles = RingTilesOf<engine::halves_tiles>;
+        const Tiles own_rows_first(
+            gathered ? Tiles::Grid{0, 1, plan.all_rows, plan.n, plan.tile}
+                     : Tiles::Grid{rank, size, plan.landing.row_start, plan.n, plan.tile, launch.node()},
+            {0, gathered ? 1 : size}, Tiles::one_stripe, launch.member() / engine::cluster,
+            launch.members() / engine::cluster, plan.whole);
         engine::gemm<Type>(
             launch, own_rows_first, plan.tile, plan.landing.k,
             /* source */
-            [&](Tile t) -> Rows { return {t.source == rank ? p.a : landing[t.source], t.rows.begin}; }, p.b,
+            [&](Tile t) -> Rows {
+                return {gathered ? landing[size] : t.source == rank ? p.a : landing[t.source], t.rows.begin};
+            },
+            p.b,
             /* gate   */
             [&](const Agent& who, Tile t, Range k) {
+                if (gathered) return landing.wait_for_all(who, awaits_own);
                 return t.source == rank || landing.wait(who, t.source, t.rows, k);
             },
             /* sink   */ Store<OutType>(p.c, rows, plan.landing.row_start),
             /* meanwhile */
             [&](Launch self, Scratch scratch) {
-                return !engine::couriers || plan.split.movers > 0 || bring_rows<engine::aligned_rows>(self, plan, scratch);
+                return !engine::couriers || plan.split.movers > 0 ||
+                       bring_rows<engine::aligned_rows>(self, plan, p.a, scratch);
             });
     }
 

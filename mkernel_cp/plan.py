@@ -234,6 +234,8 @@ class AllGatherGemmPlan(GemmPlan):
         So much of k comes from all ranks before more does.
     whole_tiles : int
         Tiles that are not halved; the last ones may be, for all agents to have some of them.
+    gathered : bool
+        All rows come together before they are multiplied, in tiles of those of any ranks.
     """
 
     operator: ClassVar[str] = "allgather_gemm"
@@ -243,6 +245,7 @@ class AllGatherGemmPlan(GemmPlan):
     chunk: tuple[int, int]
     phase_k: int
     whole_tiles: int
+    gathered: bool
 
     def chunks(self, rank: int) -> int:
         """Return in how many chunks the rows of a rank come."""
@@ -326,6 +329,7 @@ class AllGatherGemmPlan(GemmPlan):
                 f"A travels in {'F' if self.by_columns else 'C'} order, "
                 f"{self.bytes_from_peers} bytes to this rank in chunks of {self.chunk} "
                 f"({nbytes} bytes) by {self._movers()}",
+                *(["its few rows are multiplied when all are here"] if self.gathered else []),
                 *self._between_nodes(self.topology.gateways),
             )
         )
@@ -605,11 +609,13 @@ def plan_allgather_gemm(
     """
     chunk_bytes = options.chunk_bytes or default_chunk_bytes(sum(row_counts) * k * dtype.itemsize)
     chunk = chunk_shape(row_counts, k, dtype, by_columns, chunk_bytes)
-    chosen = choose_tile(row_counts, n, k, dtype, options, gpu, gathers=True)
-    tiles = sum(tile_counts(row_counts, n, chosen.tile))
-    chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
     ranks = len(row_counts)
     nodes = nodes or (ranks,)
+    tiled = tiled_rows(row_counts, n, k, dtype, gpu, nodes)
+    chosen = choose_tile(tiled, n, k, dtype, options, gpu, gathers=True)
+    gathered = tiled != row_counts and not by_columns
+    tiles = sum(tile_counts(tiled if gathered else row_counts, n, chosen.tile))
+    chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
     capacity -= network_agents(nodes, chosen.cluster)
     work = tiles
     if chosen.moves and ranks > 1 and not chosen.movers:
@@ -634,14 +640,58 @@ def plan_allgather_gemm(
         cluster=chosen.cluster,
         chunk_bytes=chunk_bytes,
         chunk=chunk,
-        phase_k=_phase_k(k, chunk, row_counts, split, 4 * tiles * chosen.cluster <= 5 * split[1]),
+        phase_k=_phase_k(
+            *(k, chunk, row_counts, split),
+            not gathered and 4 * tiles * chosen.cluster <= 5 * split[1],
+        ),
         whole_tiles=tiles - halved(tiles, chosen, split[1]),
+        gathered=gathered,
         nodes=nodes,
         staged=staged,
         split=split,
         shared_bytes=chosen.shared_bytes(dtype, out_dtype),
         tf32=options.tf32,
     )
+
+
+# Of B, what the L2 cache keeps until it is wanted again, and bytes per second of what it does not.
+_CACHED_BYTES, _MEMORY_RATE = 25e6, 4e12
+_GATHERING_S = 5e-6  # until rows come, that nothing hides if all are awaited
+
+
+def gathers_first(
+    row_counts: tuple[int, ...],
+    n: int,
+    k: int,
+    dtype: np.dtype,
+    gpu: Gpu | None,
+) -> bool:
+    """Return whether all rows are to be here before they are multiplied, and then together.
+
+    For those of each rank B is read anew, which takes longer than to multiply few rows.
+    """
+    b_bytes = k * n * dtype.itemsize
+    if gpu is None or b_bytes <= _CACHED_BYTES:
+        return False
+    memory = b_bytes / _MEMORY_RATE
+    each = [2 * rows * k * n / (gpu.processors * PROCESSOR_RATE) for rows in row_counts]
+    apart = sum(max(memory, seconds) for seconds in each if seconds)
+    incoming = (sum(row_counts) - min(row_counts)) * k * dtype.itemsize
+    return apart - max(memory, sum(each)) > _GATHERING_S + incoming / LINK_RATE
+
+
+def tiled_rows(
+    row_counts: tuple[int, ...],
+    n: int,
+    k: int,
+    dtype: np.dtype,
+    gpu: Gpu | None,
+    nodes: tuple[int, ...],
+) -> tuple[int, ...]:
+    """Return the rows of each rank as they are tiled: those of all as one's, if all come first."""
+    if len(nodes) > 1 or len(row_counts) == 1 or not gathers_first(row_counts, n, k, dtype, gpu):
+        return row_counts
+    return (sum(row_counts), *(0,) * (len(row_counts) - 1))
 
 
 def network_agents(nodes: tuple[int, ...], cluster: int = 1, adding: int = 0) -> int:

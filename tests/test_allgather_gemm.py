@@ -32,7 +32,14 @@ def call(comm, case, seed, **keywords):
     return worlds.get(comm, out)
 
 
+@pytest.fixture(params=[False, True], ids=["as they come", "gathered"])
+def rows(request):
+    with worlds.gathered(request.param):
+        yield
+
+
 @pytest.mark.operator
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_reference(case):
     def program(comm):
@@ -105,6 +112,7 @@ def test_small_integers_are_exact(case):
 
 
 @pytest.mark.operator
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 @pytest.mark.parametrize("size", worlds.SIZES)
 def test_back_to_back_calls_with_late_ranks_and_roles(size, lanes):
@@ -134,6 +142,7 @@ def test_back_to_back_calls_with_late_ranks_and_roles(size, lanes):
 
 
 @pytest.mark.operator
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("size", worlds.SIZES)
 def test_replayed_calls_equal_reference(size):
     """On GPUs the calls are captured once; inputs change, and other calls come between."""
@@ -194,11 +203,16 @@ def test_same_bits_for_any_world_split_tile_and_chunk(dtype):
             for _ in range(3)
         ]
 
-    results = [bits for size in worlds.SIZES for rank in worlds.run(size, program) for bits in rank]
-    assert len(set(results)) == 1
+    found = set()
+    for first in (False, True):
+        with worlds.gathered(first):
+            for size in worlds.SIZES:
+                found |= {bits for rank in worlds.run(size, program) for bits in rank}
+    assert len(found) == 1
 
 
 @pytest.mark.operator(world=3)
+@pytest.mark.usefixtures("rows")
 def test_nan_and_infinity_reach_only_what_depends_on_them():
     rng = np.random.default_rng(6)
     a, b = rng.standard_normal((60, 50)), rng.standard_normal((50, 40))
@@ -220,6 +234,7 @@ def test_nan_and_infinity_reach_only_what_depends_on_them():
 
 
 @pytest.mark.operator(world=3)
+@pytest.mark.usefixtures("rows")
 def test_counted_bytes_are_the_plans():
     def program(comm):
         rng = np.random.default_rng(comm.rank)
@@ -238,6 +253,7 @@ def test_counted_bytes_are_the_plans():
 
 
 @pytest.mark.operator(world=3)
+@pytest.mark.usefixtures("rows")
 def test_operands_in_a_segment_are_read_in_place():
     def program(comm):
         rng = np.random.default_rng(comm.rank)

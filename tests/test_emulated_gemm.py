@@ -70,12 +70,14 @@ GATHERED = {
 }
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(
     ("engine", "case"), [(name, case) for name in GATHERED for case in GATHERED[name]], ids=str
 )
-def test_rows_of_all_ranks(on, engine, case):
+def test_rows_of_all_ranks(on, engine, case, together):
     on(engine)
-    gather.test_equals_reference(case)
+    with worlds.gathered(together):
+        gather.test_equals_reference(case)
 
 
 def test_long_chunks_pass_through_few_slots(on, tmp_path):

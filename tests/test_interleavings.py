@@ -11,7 +11,11 @@ import mkernel_cp as mk
 from mkernel_cp.failure import Reason
 
 LAUNCHES = 3
-FORMS = {"allgather_gemm": ("allgather_gemm", "pushed"), **worlds.SUMS}
+FORMS = {
+    "allgather_gemm": ("allgather_gemm", "pushed"),
+    **worlds.SUMS,
+    "allgather_gemm, gathered": ("allgather_gemm", "gathered"),
+}
 # Of a rank: rows of the result that it owns, or brings; one of the three owns none of a sum.
 COUNTS = {
     "allgather_gemm": (3, 2, 4),
@@ -61,7 +65,7 @@ class World:
             comm._runtime.launches.hooks.lanes = lanes
             return comm, step, a, out, step.prepare(a, b[comm.rank], out)
 
-        with worlds.sums(way):
+        with worlds.sums(way), worlds.gathered(way == "gathered"):
             self.ranks = mk.LocalWorld(self.size).run(program)
         self.helpers = simulations.helpers(comm for comm, *_ in self.ranks)
 

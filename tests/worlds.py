@@ -157,6 +157,11 @@ SUMS = {
 }
 
 
+def gathered(first):
+    """Have `allgather_gemm` multiply all rows together, when all are here; or as rows come."""
+    return mock.patch.object(plan, "gathers_first", lambda *_: first)
+
+
 @contextlib.contextmanager
 def sums(way):
     """Let partial sums come in one way, whatever the shape, if the operator has it."""

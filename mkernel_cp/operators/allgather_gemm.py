@@ -182,8 +182,12 @@ class AllGatherGemm(GemmOperator):
         arrays = {
             "row_start": np.array(plan.row_start, np.int64),
             "first_chunk": first_chunk[:-1].astype(np.int64),
-            "rows": (structures.Matrix * runtime.size)(
-                *(self._landing(base + offsets[rank], rank) for rank in ranks)
+            "rows": (structures.Matrix * (runtime.size + 1))(
+                *(
+                    self._landing(base + offsets[rank], plan.row_counts[rank], plan.pitch(rank))
+                    for rank in ranks
+                ),
+                *([self._landing(base + offsets[0], plan.m, plan.pitch(0))] * plan.gathered),
             ),
         }
         return structures.AllGatherGemmPlan(
@@ -192,6 +196,8 @@ class AllGatherGemm(GemmOperator):
             n=plan.n,
             whole=plan.whole_tiles,
             tile=structures.TileShape(*plan.tile),
+            gathered=plan.gathered,
+            all_rows=(0, plan.m),
             landing=structures.LandingPlan(
                 by_columns=plan.by_columns,
                 k=plan.k,
@@ -247,18 +253,17 @@ class AllGatherGemm(GemmOperator):
         run = rows.shape[0 if self.plan.by_columns else 1] * rows.itemsize
         return self._runtime.network is None or run != landing or pitch == landing
 
-    def _landing(self, address: int, rank: int) -> Any:
-        """Return the ``Matrix`` in which a rank's rows land."""
+    def _landing(self, address: int, rows: int, pitch: int) -> Any:
+        """Return the ``Matrix`` in which so many rows land."""
         plan, spec = self.plan, self._spec
-        stride = plan.pitch(rank) // spec.dtype.itemsize
-        by_columns, rows = plan.by_columns, plan.row_counts[rank]
+        stride, by_columns = pitch // spec.dtype.itemsize, plan.by_columns
         to = structs.shared().Matrix(data=address)
         to.row_stride, to.column_stride = (1, stride) if by_columns else (stride, 1)
         if self._mapped and rows and plan.k:
             extents = (rows, plan.k) if by_columns else (plan.k, rows)
             box, _ = self._tile.boxes(spec.dtype, by_columns, False, a_rows=rows)
             words = self._runtime.machine.tensor_map(
-                address, spec.dtype, extents, (plan.pitch(rank),), box, tf32=spec.options.tf32
+                address, spec.dtype, extents, (pitch,), box, tf32=spec.options.tf32
             )
             to.map.opaque[:], to.box_lines = words, box[1]
         return to

@@ -151,9 +151,9 @@ class GemmOperator(Operator):
 
     def _choose_tile(self) -> Any:
         spec, gpu = self._spec, self._runtime.machine.gpu
-        return choose_tile(
-            spec.row_counts, spec.n, spec.k, spec.dtype, spec.options, gpu, gathers=True
-        )
+        nodes = self._runtime.topology.sizes
+        rows = plans.tiled_rows(spec.row_counts, spec.n, spec.k, spec.dtype, gpu, nodes)
+        return choose_tile(rows, spec.n, spec.k, spec.dtype, spec.options, gpu, gathers=True)
 
     def _staged_dtype(self) -> np.dtype:
         """Return the widest dtype of a finished tile."""

@@ -57,7 +57,7 @@ public:
             const i64 bytes = chunk.run.size() * i64(sizeof(T));
             const Span span(launch_, leads, Traced::copy, source, u64(chunk.lines.size() * bytes), u64(chunk.index));
             courier.send(part(to, chunk), part(from, chunk), chunk.lines.size(), bytes, &arrived_[chunk.index]);
-            pulled_ += u64(chunk.lines.size() * bytes);
+            if (source != launch_.rank()) pulled_ += u64(chunk.lines.size() * bytes);
             return true;
         });
         if (share.empty()) courier.go_on();
@@ -117,6 +117,16 @@ public:
         return launch_.live();
     }
 
+    // The same for all rows of all ranks; those of this one may be where they land from the start.
+    MK_DEVICE bool wait_for_all(const Agent& who, bool own_land) {
+        for (u64 source = 0; source < launch_.size() && !all_here_; ++source) {
+            if (rows_of(source) == 0 || (source == launch_.rank() && !own_land)) continue;
+            if (!wait(who, source, {0, rows_of(source)}, {0, i64(k_)})) return false;
+        }
+        all_here_ = true;
+        return launch_.live();
+    }
+
 private:
     // Of a block of chunks.
     struct Signals {
@@ -138,6 +148,7 @@ private:
     u64* const arrived_;
     const u32 k_, chunk_rows_, chunk_k_;
     const bool by_columns_;
+    bool all_here_ = false;
     u64 pulled_ = 0;  // bytes
     u32 next_ = 0;    // the member that gets the first chunk of the next pull
     struct {

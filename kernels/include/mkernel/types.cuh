@@ -260,7 +260,7 @@ struct LandingPlan {
     i64 chunk_k;
     i64 phase_k;       // a multiple of chunk_k: so much of k comes from all ranks before more does
     i64* row_start;    // [rank], and the total behind the last
-    Matrix* rows;      // [rank]: where they land
+    Matrix* rows;      // [rank]: where they land; and all of them, if they lie in one
     i64* first_chunk;  // [rank]: its first one in `arrived`
     u64* arrived;      // a signal per chunk
     Place zone;        // where `rows` begin at every rank, if there is more than one node
@@ -276,6 +276,8 @@ struct AllGatherGemmPlan {
     i64 n;  // columns of this rank's B; if 0, nothing is pulled
     i64 whole;  // tiles that are not halved
     TileShape tile;
+    u64 gathered;     // whether all rows come together before they are multiplied, in tiles of those of any ranks
+    i64 all_rows[2];  // 0 and M
     LandingPlan landing;
 };
 
