@@ -657,6 +657,7 @@ def plan_allgather_gemm(
 # Of B, what the L2 cache keeps until it is wanted again, and bytes per second of what it does not.
 _CACHED_BYTES, _MEMORY_RATE = 25e6, 4e12
 _GATHERING_S = 5e-6  # until rows come, that nothing hides if all are awaited
+_REREADING_S = 8e-6  # of B, that costs sums nothing: others travel meanwhile
 
 
 def gathers_first(
@@ -666,18 +667,24 @@ def gathers_first(
     dtype: np.dtype,
     gpu: Gpu | None,
 ) -> bool:
-    """Return whether all rows are to be here before they are multiplied, and then together.
+    """Return whether all rows are to be here before they are multiplied, and then together."""
+    incoming = (sum(row_counts) - min(row_counts)) * k * dtype.itemsize
+    return _rereading_s(row_counts, n, k, dtype, gpu) > _GATHERING_S + incoming / LINK_RATE
 
-    For those of each rank B is read anew, which takes longer than to multiply few rows.
+
+def _rereading_s(
+    row_counts: tuple[int, ...], n: int, k: int, dtype: np.dtype, gpu: Gpu | None
+) -> float:
+    """Return how much longer products of each rank's rows take one by one than all together.
+
+    For each B is read anew, which takes longer than to multiply few rows.
     """
     b_bytes = k * n * dtype.itemsize
     if gpu is None or b_bytes <= _CACHED_BYTES:
-        return False
+        return 0
     memory = b_bytes / _MEMORY_RATE
     each = [2 * rows * k * n / (gpu.processors * PROCESSOR_RATE) for rows in row_counts]
-    apart = sum(max(memory, seconds) for seconds in each if seconds)
-    incoming = (sum(row_counts) - min(row_counts)) * k * dtype.itemsize
-    return apart - max(memory, sum(each)) > _GATHERING_S + incoming / LINK_RATE
+    return sum(max(memory, seconds) for seconds in each if seconds) - max(memory, sum(each))
 
 
 def tiled_rows(
@@ -779,11 +786,14 @@ def has_low_latency(
     transfer_dtype: np.dtype,
     tile: HostTile | PortableTile | HopperTile,
     gpu: Gpu | None,
+    k: int,
+    dtype: np.dtype,
 ) -> bool:
     """Return whether sums are to travel in words that are their own signals.
 
-    Nobody has to find out that these are there; but they take longer than copies of as many bytes,
-    and in each wave of tiles all wait for each other.
+    Nobody has to find out that these are there, and rows of all ranks are multiplied together. But
+    they take longer than copies of as many bytes, and in each wave of tiles all wait for each
+    other.
     """
     peers, size, saved = len(row_counts) - 1, transfer_dtype.itemsize, _HANDOVER_S[0]
     (tiles,) = tile_counts((sum(row_counts),), n, tile.tile)
@@ -792,6 +802,7 @@ def has_low_latency(
         return False
     if kind is GemmAllReducePlan:
         size, saved = size + out_dtype.itemsize, sum(_HANDOVER_S)
+    saved += max(0, _rereading_s(row_counts, n, k, dtype, gpu) - _REREADING_S)
     return peers * max(row_counts) * n * size / LINK_RATE < saved / waves
 
 

@@ -344,6 +344,7 @@ LINK_RATE = 350e9  # bytes per second into a rank
 # multiprocessor: as on an H100. In what part of the time of a product its rows are to be there.
 _MOVER_RATE, PROCESSOR_RATE, _IN_TIME = 20e9, 6e12, 0.8
 _LEAST_MOVERS = 4
+_MOVED_BYTES = 1e5  # that a mover brings before tiles wait for long
 
 
 def _hopper_tile(
@@ -405,6 +406,8 @@ def hopper_tile(
     processors = min(gpu.processors, options.sm_budget or gpu.processors)
     brings = gathers and len(row_counts) > 1
     asked = options.split[0] if brings and options.split else 0
+    incoming = 2 * (sum(row_counts) - min(row_counts)) * k
+    wanted = max(_LEAST_MOVERS, math.ceil(incoming / _MOVED_BYTES))
 
     def tile_count(candidate: tuple[int, int, int, float]) -> int:
         rows, columns, *_ = candidate
@@ -413,7 +416,8 @@ def hopper_tile(
     def make(candidate: tuple[int, int, int, float], gate: int = _HOPPER_GATE) -> HopperTile:
         rows, columns, cluster, _ = candidate
         idle = processors - tile_count(candidate) * cluster
-        movers = MOVERS if brings and options.split is None and idle >= MOVERS else asked
+        enough = brings and options.split is None and idle >= min(MOVERS, wanted)
+        movers = min(MOVERS, idle) if enough else asked
         beside = brings and not movers
         return _hopper_tile(rows, columns, gate, cluster, movers, gpu.shared_bytes, beside=beside)
 
@@ -429,7 +433,6 @@ def hopper_tile(
         area = rows // cluster * columns
         seconds = 2 * waves * area * (k + _HOPPER_TILE_K[cluster]) / (rate * PROCESSOR_RATE)
         if gathers and len(row_counts) > 1 and 4 * tiles <= 5 * agents:
-            incoming = 2 * (sum(row_counts) - min(row_counts)) * k
             seconds = _CALL_S + max(seconds, _BRINGING * incoming / LINK_RATE)
         if handed[0] and few:
             partials, totals = (travelling * nbytes / _HANDING_RATE for nbytes in handed)

@@ -544,7 +544,8 @@ def test_compile_has_the_kernels_that_plans_of_few_rows_take(arch, dtype, tf32, 
     options, shape = mk.Options(tf32=tf32), ((64,), columns, 777)
     tile = tiles.choose_tile(*shape, dtype, options, gpu, small=True)
     kind, types = plan.GemmAllReducePlan, tiles.type_defines(dtype, dtype, dtype, tf32=tf32)
-    assert plan.has_low_latency(kind, (32, 32), columns, dtype, dtype, tile, gpu)
+    sums = kind, (32, 32), columns, dtype, dtype
+    assert plan.has_low_latency(*sums, tile, gpu, 777, dtype)
     taken = tiles.kernel_defines(types, tile, dtype, b_by_columns=tf32)
     kernels = compile.kernels_for("gemm_allreduce", arch, small=True)
     assert taken in kernels

@@ -356,8 +356,9 @@ def test_few_rows_are_summed_with_low_latency():
     scatter, whole = KINDS
     small = tiles.choose_tile((64,), 8192, 1024, bfloat16, OPTIONS[0], H100, small=True)
 
-    def chosen(kind, counts, n=8192, tile=small):
-        return plans.has_low_latency(kind, counts, n, bfloat16, bfloat16, tile, H100)
+    def chosen(kind, counts, n=8192, tile=small, k=256):
+        sums = kind, counts, n, bfloat16, bfloat16
+        return plans.has_low_latency(*sums, tile, H100, k, bfloat16)
 
     for rows, wanted in ((16, True), (96, True), (192, False)):
         counts = mk.reference.array_split_counts(rows, 4)
@@ -368,6 +369,9 @@ def test_few_rows_are_summed_with_low_latency():
     assert not chosen(whole, (16,), 64)
     # Several waves of tiles, in each of which all wait.
     assert not chosen(whole, (8, 8), 20 * 8192)
+    # Else B is read again for the rows of each rank.
+    assert chosen(scatter, (128, 128), k=8192)
+    assert not chosen(scatter, (128, 128))
     # Whose sums leave no registers.
     large = tiles.choose_tile((8192,), 8192, 1024, bfloat16, OPTIONS[0], H100)
     assert large.tile[1] > small.tile[1]
@@ -467,6 +471,36 @@ def test_the_last_tiles_are_halved_where_most_agents_would_have_none(rows, n, wh
     pair = mk.Options(tile=(256, 256, 512), split=(0, None))
     plan = plans.plan_allgather_gemm(0, (512,) * 4, 7168, 8192, half, half, False, pair, H100, 132)
     assert plan.whole_tiles == 8 * 28
+
+
+def test_few_rows_of_all_ranks_are_multiplied_together():
+    """Else B, of which the L2 cache keeps little, is read again for those of each rank."""
+    half = np.dtype("bfloat16")
+
+    def made(counts, n=7168, k=8192, *, by_columns=False, nodes=None, gpu=H100):
+        case = 0, counts, n, k, half, half, by_columns, mk.Options()
+        return plans.plan_allgather_gemm(*case, gpu, 132, nodes)
+
+    few = made((32, 32))
+    assert few.gathered
+    assert "when all are here" in few.explain()
+    assert few.split == (20, 112)
+    assert few.whole_tiles == 112
+    # What comes is what peers have.
+    assert few.bytes_from_peers == 32 * 8192 * 2
+    # Movers may be few, where little comes.
+    assert made((8, 8), 8192, 2048).split == (4, 128)
+    for other in (
+        made((1024, 1024)),
+        made((32, 32), by_columns=True),
+        made((32, 32), nodes=(1, 1)),
+        made((32, 32), 512),
+        made((64, 0)),
+        made((64,)),
+        made((32, 32), gpu=None),
+    ):
+        assert not other.gathered
+        assert "when all are here" not in other.explain()
 
 
 @pytest.mark.parametrize(("n", "split"), [(8, (20, 32)), (1024, (0, 132))])

@@ -159,7 +159,7 @@ SUMS = {
 
 def gathered(first):
     """Have `allgather_gemm` multiply all rows together, when all are here; or as rows come."""
-    return mock.patch.object(plan, "gathers_first", lambda *_: first)
+    return mock.patch.object(plan, "gathers_first", return_value=first)
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ class ReductionOperator(GemmOperator):
         tile = plans.whole_groups(tile_for((spec.a_rows,), small=True))
         self._low_latency = self._runtime.num_nodes == 1 and plans.has_low_latency(
             *(self.plan_type, spec.row_counts, spec.n, spec.out_dtype, spec.transfer_dtype),
-            *(tile, gpu),
+            *(tile, gpu, self._most_terms(), spec.dtype),
         )
         if self._low_latency:
             return tile
@@ -159,6 +159,14 @@ class ReductionOperator(GemmOperator):
         if whole and self._runtime.size > 1 and tile.engine == "hopper":
             return with_courier(tile, gpu.shared_bytes)
         return tile
+
+    def _most_terms(self) -> int:
+        """Return the largest K_r of all ranks."""
+        spec = self._spec
+        if self._runtime.machine.gpu is None or self._runtime.size == 1:
+            return spec.k
+        what = f"{self.function}(row_counts={list(spec.row_counts)}, N={spec.n}): terms"
+        return max(self._runtime.agreement(what, None, lambda: spec.k))
 
     def _staged_dtype(self) -> np.dtype:
         return accumulator_dtype(self._spec.dtype)
