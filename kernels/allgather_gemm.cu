@@ -30,11 +30,6 @@ MK_DEVICE i64 rows_together(const AllGatherGemmPlan& plan) {
     return i64(blocks / RingTiles::group + 1) * RingTiles::group * plan.tile.rows;
 }
 
-// Whether own rows are brought to where the others land.
-MK_DEVICE bool own_land(const Launch& self, const AllGatherGemmPlan& plan, const Matrix& own) {
-    return plan.gathered && own.data != plan.landing.rows[self.rank()].data;
-}
-
 // Brings what of the peers' rows, and perhaps own ones, is this member's share; returns whether all went well.
 template <bool aligned>
 MK_DEVICE bool bring_rows(Launch self, const AllGatherGemmPlan& plan, const Matrix& own, Scratch scratch) {
@@ -42,20 +37,16 @@ MK_DEVICE bool bring_rows(Launch self, const AllGatherGemmPlan& plan, const Matr
     Courier<aligned> courier(self, scratch);
     const i64 together = rows_together(plan);
     const u64 rank = self.rank();
-    if (own_land(self, plan, own)) {
-        const Range all{0, plan.landing.k};
-        landing.pull(
-            courier, rank, landing.share_of(rank, all, together, self.member(), self.members()),
-            [&](bool) -> Lines { return {static_cast<u8*>(own.data), own.row_stride * i64(sizeof(Type))}; },
-            [](i64) { return true; });
-    }
     for (Range phase : landing.phases())
-        for (u64 peer : RingOrder(rank, self.size(), self.node())) {
+        for (u64 step = landing.takes_own(own) ? 0 : 1; step < self.size(); ++step) {
+            const u64 peer = ring_rank(rank, step, self.size(), self.node());
             const u64 holder = self.holder(peer);  // itself, or its gateway
             if (!self.live()) break;
             typename Landing<Type>::Share share{};
-            if (holder != rank && plan.n > 0) share = landing.share_of(peer, phase, together, self.member(), self.members());
+            if ((holder != rank || step == 0) && plan.n > 0)
+                share = landing.share_of(peer, phase, together, self.member(), self.members());
             auto rows = [&](bool some) -> Lines {
+                if (step == 0) return {static_cast<u8*>(own.data), own.row_stride * i64(sizeof(Type))};
                 if (phase.begin == 0) self.await_call(peer, plan.digest);
                 if (!some || !self.live()) return {nullptr, 0};
                 const CallMessage theirs = self.message_of(peer);
@@ -89,10 +80,10 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
 
     if (launch.is(Role::compute)) {
         Landing<Type> landing(launch, plan.landing);
-        const bool gathered = plan.gathered, awaits_own = own_land(launch, plan, p.a);
+        const bool gathered = plan.landing.gathered;
         using Tiles = RingTilesOf<engine::halves_tiles>;
         const Tiles own_rows_first(
-            gathered ? Tiles::Grid{0, 1, plan.all_rows, plan.n, plan.tile}
+            gathered ? Tiles::Grid{0, 1, plan.landing.all_rows, plan.n, plan.tile}
                      : Tiles::Grid{rank, size, plan.landing.row_start, plan.n, plan.tile, launch.node()},
             {0, gathered ? 1 : size}, Tiles::one_stripe, launch.member() / engine::cluster,
             launch.members() / engine::cluster, plan.whole);
@@ -100,14 +91,11 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
             launch, own_rows_first, plan.tile, plan.landing.k,
             /* source */
             [&](Tile t) -> Rows {
-                return {gathered ? landing[size] : t.source == rank ? p.a : landing[t.source], t.rows.begin};
+                return {plan.landing.gathered ? landing[size] : t.source == rank ? p.a : landing[t.source], t.rows.begin};
             },
             p.b,
             /* gate   */
-            [&](const Agent& who, Tile t, Range k) {
-                if (gathered) return landing.wait_for_all(who, awaits_own);
-                return t.source == rank || landing.wait(who, t.source, t.rows, k);
-            },
+            [&](const Agent& who, Tile t, Range k) { return landing.wait(who, t, k, p.a); },
             /* sink   */ Store<OutType>(p.c, rows, plan.landing.row_start),
             /* meanwhile */
             [&](Launch self, Scratch scratch) {

@@ -35,6 +35,11 @@ STOPPED = ("test_interleavings.py::test_a_stopped_rank_ends_all_waits_at_a_deadl
 FAILURES = ("test_failure.py",)
 DIFFERENT_SUMS = ("test_failure.py::test_sums_that_differ_are_told_on_all_ranks",)
 SUMS = ("test_reductions.py",)
+GATHERED = (
+    "test_allgather_gemm.py::test_equals_reference",
+    *interleavings("allgather_gemm"),
+    *interleavings("allgather_gemm, gathered"),
+)
 LOW_LATENCY = (
     *(
         "test_interleavings.py::test_every_interleaving_gives_the_right_result"
@@ -450,6 +455,33 @@ MUTANTS = {
         "(across ? box_bytes : lines * line_bytes)",
         "box_bytes",
         EMULATED_FEW_ROWS,
+    ),
+    "gathered: own rows before they land": Mutant(
+        H + "landing.cuh",
+        "(source == launch_.rank() && !takes_own(own))",
+        "source == launch_.rank()",
+        GATHERED,
+    ),
+    "gathered: own rows where they lie": Mutant(
+        H + "landing.cuh",
+        "return plan_.gathered && own.data != plan_.rows[launch_.rank()].data;",
+        "return false && own.data;",
+        GATHERED,
+    ),
+    "gathered: all rows when those of one are here": Mutant(
+        H + "landing.cuh", "        all_here_ = all;\n", "        all_here_ = true;\n", GATHERED
+    ),
+    "gathered: rows of the first": Mutant(
+        H + "landing.cuh",
+        "end = all ? launch_.size() : source + 1;",
+        "end = source + 1;",
+        GATHERED,
+    ),
+    "gathered: own rows come from peers": Mutant(
+        H + "landing.cuh",
+        "if (source != launch_.rank()) pulled_ += ",
+        "pulled_ += ",
+        ("test_allgather_gemm.py::test_counted_bytes_are_the_plans",),
     ),
     "low latency: words of an earlier call": Mutant(
         H + "low_latency.cuh",

@@ -196,10 +196,10 @@ class AllGatherGemm(GemmOperator):
             n=plan.n,
             whole=plan.whole_tiles,
             tile=structures.TileShape(*plan.tile),
-            gathered=plan.gathered,
-            all_rows=(0, plan.m),
             landing=structures.LandingPlan(
                 by_columns=plan.by_columns,
+                gathered=plan.gathered,
+                all_rows=(0, plan.m),
                 k=plan.k,
                 chunk_rows=plan.chunk[0],
                 chunk_k=plan.chunk[1],

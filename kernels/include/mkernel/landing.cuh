@@ -117,14 +117,22 @@ public:
         return launch_.live();
     }
 
-    // The same for all rows of all ranks; those of this one may be where they land from the start.
-    MK_DEVICE bool wait_for_all(const Agent& who, bool own_land) {
-        for (u64 source = 0; source < launch_.size() && !all_here_; ++source) {
-            if (rows_of(source) == 0 || (source == launch_.rank() && !own_land)) continue;
-            if (!wait(who, source, {0, rows_of(source)}, {0, i64(k_)})) return false;
+    // The same for a tile, whose rows may be own ones; if all are gathered, for all of them.
+    MK_DEVICE bool wait(const Agent& who, const Tile& tile, Range k, const Matrix& own) {
+        if (all_here_) return launch_.live();
+        const bool all = plan_.gathered;
+        for (u64 source = all ? 0 : tile.source, end = all ? launch_.size() : source + 1; source < end; ++source) {
+            const Range rows = all ? Range{0, rows_of(source)} : tile.rows;
+            if (rows.size() == 0 || (source == launch_.rank() && !takes_own(own))) continue;
+            if (!wait(who, source, rows, all ? Range{0, i64(k_)} : k)) return false;
         }
-        all_here_ = true;
-        return launch_.live();
+        all_here_ = all;
+        return true;
+    }
+
+    // Whether own rows, which lie there, land here with the others.
+    MK_DEVICE bool takes_own(const Matrix& own) const {
+        return plan_.gathered && own.data != plan_.rows[launch_.rank()].data;
     }
 
 private:

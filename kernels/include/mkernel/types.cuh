@@ -255,6 +255,8 @@ struct TileShape {
 // operand travels in F order.
 struct LandingPlan {
     u64 by_columns;
+    u64 gathered;      // whether all rows come together before they are multiplied, in tiles of those of any ranks
+    i64 all_rows[2];   // 0 and M
     i64 k;
     i64 chunk_rows;
     i64 chunk_k;
@@ -276,8 +278,6 @@ struct AllGatherGemmPlan {
     i64 n;  // columns of this rank's B; if 0, nothing is pulled
     i64 whole;  // tiles that are not halved
     TileShape tile;
-    u64 gathered;     // whether all rows come together before they are multiplied, in tiles of those of any ranks
-    i64 all_rows[2];  // 0 and M
     LandingPlan landing;
 };
 
