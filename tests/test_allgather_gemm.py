@@ -252,6 +252,31 @@ def test_counted_bytes_are_the_plans():
     worlds.run(3, program)
 
 
+@pytest.mark.operator(world=2)
+@pytest.mark.parametrize("counts", [(23, 1), (1, 23)], ids=str)
+def test_own_rows_are_gathered_too(counts):
+    """They are awaited, too: another mover brings those of the peer. Peers do not send them."""
+    rng = np.random.default_rng(8)
+    a, b = rng.standard_normal((24, 40)), rng.standard_normal((40, 9))
+    own = [slice(0, counts[0]), slice(counts[0], 24)]
+
+    def program(comm):
+        worlds.chaos(comm, seed=5, delay_ns=(3_000_000, 0))
+        rows, other = comm.asarray(worlds.put(comm, a[own[comm.rank]])), worlds.put(comm, b)
+        options = mk.Options(split=(2, 2) if comm.target == "host" else None, chunk_bytes=640)
+        with mk.AllGatherGemm(rows, other, comm=comm, row_counts=counts, options=options) as step:
+            assert step.plan.gathered
+            before = worlds.bytes_from_peers(comm)
+            for _ in range(5):
+                worlds.poison(comm)
+                out = worlds.get(comm, step(rows, other))
+                np.testing.assert_allclose(out, a @ b, rtol=0, atol=1e-12)
+            assert worlds.bytes_from_peers(comm) - before == 5 * step.plan.bytes_from_peers
+
+    with worlds.gathered(True):
+        worlds.run(2, program)
+
+
 @pytest.mark.operator(world=3)
 @pytest.mark.usefixtures("rows")
 def test_operands_in_a_segment_are_read_in_place():
