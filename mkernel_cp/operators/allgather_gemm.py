@@ -32,7 +32,8 @@ def allgather_gemm(
     """Return A @ b, where A is the rows `a` of all ranks, one rank's below another's.
 
     Collective. The rows of the peers are fetched by the kernel while it multiplies those that are
-    there; no rank sees more of A than its own rows.
+    there, or, if there are so few that it is faster, before it multiplies all together; no rank
+    sees more of A than its own rows.
 
     Parameters
     ----------
