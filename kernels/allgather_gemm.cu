@@ -82,16 +82,16 @@ MK_KERNEL(allgather_gemm, AllGatherGemmParams, p) {
         Landing<Type> landing(launch, plan.landing);
         const bool gathered = plan.landing.gathered;
         using Tiles = RingTilesOf<engine::halves_tiles>;
-        const Tiles own_rows_first(
+        const Tiles tiles(
             gathered ? Tiles::Grid{0, 1, plan.landing.all_rows, plan.n, plan.tile}
                      : Tiles::Grid{rank, size, plan.landing.row_start, plan.n, plan.tile, launch.node()},
             {0, gathered ? 1 : size}, Tiles::one_stripe, launch.member() / engine::cluster,
             launch.members() / engine::cluster, plan.whole);
         engine::gemm<Type>(
-            launch, own_rows_first, plan.tile, plan.landing.k,
+            launch, tiles, plan.tile, plan.landing.k,
             /* source */
             [&](Tile t) -> Rows {
-                return {plan.landing.gathered ? landing[size] : t.source == rank ? p.a : landing[t.source], t.rows.begin};
+                return {gathered ? landing[size] : t.source == rank ? p.a : landing[t.source], t.rows.begin};
             },
             p.b,
             /* gate   */

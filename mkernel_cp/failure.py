@@ -158,7 +158,9 @@ def build(origin: int, record: Any, texts: Sequence[str]) -> errors.Error:
         else f"Rank {peer} has made this call, and does not go on; progress_timeout= sets how long "
         "to wait for that"
     )
-    if Awaited(record.awaited) is Awaited.CALL:  # its words are of a generation, and half a message
+    if not record.expected:
+        signals = "nothing has come"
+    elif Awaited(record.awaited) is Awaited.CALL:  # its words are of a generation, half a message
         signals = f"seen that of generation {record.seen >> 32}"
     else:
         signals = f"signal expected {_signal(record.expected)}, seen {_signal(record.seen)}"

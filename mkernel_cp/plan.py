@@ -259,7 +259,8 @@ class AllGatherGemmPlan(GemmPlan):
     def arena_offsets(self) -> tuple[int, ...]:
         """Where the rows of every rank lie in the arena, in bytes, and the end of the last.
 
-        The place of this rank's own rows holds them if the caller's array is no segment's.
+        The place of this rank's own rows holds them if the caller's array is no segment's, or if
+        all are gathered.
         """
         return arena_offsets(self.row_counts, self.k, self.dtype, self.by_columns)
 
@@ -454,7 +455,7 @@ class GemmReduceScatterPlan(GemmPlan):
 
     @property
     def memory(self) -> int:
-        """Bytes that this rank shares with its peers for it: slots and signals."""
+        """Bytes that this rank shares with its peers for it: slots and signals, or words."""
         return 8 * self.words + sum(slots * (size + 8) for slots, size in self.zones)
 
     def explain(self) -> str:
@@ -468,7 +469,7 @@ class GemmReduceScatterPlan(GemmPlan):
                 f"partial sums {'are brought' if self.pulled else 'travel'} as "
                 f"{self.transfer_dtype.name} and are added in the order of "
                 f"{order}; {self.bytes_from_peers} bytes come to this rank, into "
-                f"{self.memory} bytes of slots",
+                f"{self.memory} bytes of {'words' if self.low_latency else 'slots'}",
                 *self._between_nodes(self.receivers),
                 "with low latency, in words that are their own signals"
                 if self.low_latency
@@ -611,10 +612,10 @@ def plan_allgather_gemm(
     chunk = chunk_shape(row_counts, k, dtype, by_columns, chunk_bytes)
     ranks = len(row_counts)
     nodes = nodes or (ranks,)
-    tiled = tiled_rows(row_counts, n, k, dtype, gpu, nodes)
+    tiled = tiled_rows(row_counts, n, k, dtype, gpu, nodes, by_columns=by_columns)
     chosen = choose_tile(tiled, n, k, dtype, options, gpu, gathers=True)
-    gathered = tiled != row_counts and not by_columns
-    tiles = sum(tile_counts(tiled if gathered else row_counts, n, chosen.tile))
+    gathered = tiled != row_counts
+    tiles = sum(tile_counts(tiled, n, chosen.tile))
     chunks = math.ceil(max(row_counts) / chunk[0]) * math.ceil(k / chunk[1])
     capacity -= network_agents(nodes, chosen.cluster)
     work = tiles
@@ -694,9 +695,15 @@ def tiled_rows(
     dtype: np.dtype,
     gpu: Gpu | None,
     nodes: tuple[int, ...],
+    *,
+    by_columns: bool,
 ) -> tuple[int, ...]:
-    """Return the rows of each rank as they are tiled: those of all as one's, if all come first."""
-    if len(nodes) > 1 or len(row_counts) == 1 or not gathers_first(row_counts, n, k, dtype, gpu):
+    """Return the rows of each rank as they are tiled: those of all as one's, if all come first.
+
+    In F order those of each rank lie by themselves.
+    """
+    apart = by_columns or len(nodes) > 1 or len(row_counts) == 1
+    if apart or not gathers_first(row_counts, n, k, dtype, gpu):
         return row_counts
     return (sum(row_counts), *(0,) * (len(row_counts) - 1))
 

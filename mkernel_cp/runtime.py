@@ -239,7 +239,7 @@ class Runtime:
     # --- plans ------------------------------------------------------------------------------------
 
     def agreement(
-        self, what: str, need: Callable[[list], tuple[int, int]] | None, work: Callable[[], Any]
+        self, what: str, need: Callable[[list], tuple[int, ...]] | None, work: Callable[[], Any]
     ) -> list[Any]:
         """Return what the ranks agreed on for `what`, asking them if it is new to them.
 
@@ -250,8 +250,8 @@ class Runtime:
         what : str
             The operator and all agreed extents, dtypes and options.
         need : callable
-            Given the contributions, signals and bytes of the arena; a function of these and `what`
-            alone. None: nothing.
+            Given the contributions, signals and bytes of the arena, and perhaps words; a function
+            of these and `what` alone. None: nothing.
         work : callable
             This rank's contribution.
 

@@ -21,23 +21,23 @@ _HEAP_GRAIN, _PAGE, _LINE = 1 << 21, 4096, 128
 
 @dataclass(frozen=True)
 class Arena:
-    """The segment that serves all plans of a communicator: signals first, data behind.
+    """The segment that serves all plans of a communicator: signals, words, and data behind.
 
-    Between them are the words of data that are their own signals (low_latency.cuh): of no use to
-    others, who would leave something there.
+    The words are data that are their own signals (low_latency.cuh): of no use to others, who would
+    leave something there.
 
     Attributes
     ----------
     number : int
         Of the segment.
-    signals, words, nbytes : int
-        Signals at its start, words and bytes of data behind them.
+    signals, nbytes, words : int
+        Signals at its start, bytes of data at its end, and words between.
     """
 
     number: int
     signals: int
-    words: int
     nbytes: int
+    words: int
 
     @property
     def words_offset(self) -> int:
@@ -170,8 +170,8 @@ class SharedMemory:
 
     def reserve(self, signals: int, nbytes: int, words: int = 0) -> None:
         """Have an arena with so much room, the same on all ranks."""
-        old, wanted = self.arena, (signals, words, nbytes)
-        have = (old.signals, old.words, old.nbytes) if old else (0, 0, 0)
+        old, wanted = self.arena, (signals, nbytes, words)
+        have = (old.signals, old.nbytes, old.words) if old else (0, 0, 0)
         if old and all(map(operator.ge, have, wanted)):
             return
         made = Arena(-1, *map(max, have, wanted))

@@ -65,6 +65,7 @@ GATHERED = {
         gathered("wide", (140, 70), 200, (300, 8), "bfloat16", "float32", b_pitched=True),
         gathered("transposed", (40, 0, 150), 77, (9, 33, 0), a_order="F", b_order="F"),
         gathered("mixed", (150, 140), 136, (129, 70), a_order="F"),
+        gathered("none of the first", (0, 40), 77, (9, 33), a_order="F"),
         gathered("no terms", (5, 6), 0, (9, 8)),
     ],
 }

@@ -501,6 +501,8 @@ def test_few_rows_of_all_ranks_are_multiplied_together():
     ):
         assert not other.gathered
         assert "when all are here" not in other.explain()
+    # Nor is its tile one for all rows.
+    assert made((16,) * 8, by_columns=True).tile[:2] == (128, 256)
 
 
 @pytest.mark.parametrize(("n", "split"), [(8, (20, 32)), (1024, (0, 132))])

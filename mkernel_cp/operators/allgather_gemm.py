@@ -12,6 +12,7 @@ from ..communicator import Communicator
 from ..host_pages import digest_of
 from ..memory import Location, extent
 from ..shared_memory import Arena
+from ..tiles import choose_tile
 from ..transport.network import check_chunks
 from . import operands
 from .gemm import GemmOperator, GemmSpec
@@ -150,6 +151,7 @@ class AllGatherGemm(GemmOperator):
 
         def compile_and_prefer() -> bool | None:
             preference = self._prefers_columns("a", a)
+            self._tile = self._choose_tile(preference is True)
             self._load(preference is True)  # most probably what the others prefer too
             return preference
 
@@ -163,7 +165,17 @@ class AllGatherGemm(GemmOperator):
             return max(counts) * (2 if self._runtime.num_nodes > 1 else 1), max(sizes)
 
         preferences = set(self._runtime.agreement(self._what, need, compile_and_prefer)) - {None}
-        return preferences == {True}
+        by_columns = preferences == {True}
+        self._tile = self._choose_tile(by_columns)
+        return by_columns
+
+    def _choose_tile(self, by_columns: bool = False) -> Any:
+        spec, runtime = self._spec, self._runtime
+        gpu, nodes = runtime.machine.gpu, runtime.topology.sizes
+        rows = plans.tiled_rows(
+            spec.row_counts, spec.n, spec.k, spec.dtype, gpu, nodes, by_columns=by_columns
+        )
+        return choose_tile(rows, spec.n, spec.k, spec.dtype, spec.options, gpu, gathers=True)
 
     def _make_plan(self, capacity: int) -> plans.AllGatherGemmPlan:
         spec, runtime = self._spec, self._runtime
@@ -180,16 +192,16 @@ class AllGatherGemm(GemmOperator):
         self._stage = Location(arena.number, offsets[runtime.rank])
         ranks = range(runtime.size)
         first_chunk = np.cumsum([0, *(plan.chunks(rank) for rank in ranks)])
+        landing = [
+            self._landing(base + offsets[rank], plan.row_counts[rank], plan.pitch(rank))
+            for rank in ranks
+        ]
+        if plan.gathered:
+            landing.append(self._landing(base + offsets[0], plan.m, plan.pitch(0)))
         arrays = {
             "row_start": np.array(plan.row_start, np.int64),
             "first_chunk": first_chunk[:-1].astype(np.int64),
-            "rows": (structures.Matrix * (runtime.size + 1))(
-                *(
-                    self._landing(base + offsets[rank], plan.row_counts[rank], plan.pitch(rank))
-                    for rank in ranks
-                ),
-                *([self._landing(base + offsets[0], plan.m, plan.pitch(0))] * plan.gathered),
-            ),
+            "rows": (structures.Matrix * len(landing))(*landing),
         }
         return structures.AllGatherGemmPlan(
             split=structures.Split(*plan.split),

@@ -12,7 +12,7 @@ from ..arguments import output_dtype
 from ..host_pages import digest_of
 from ..runtime import Runtime
 from ..shared_memory import Arena
-from ..tiles import choose_tile, kernel_defines, type_defines
+from ..tiles import kernel_defines, type_defines
 from . import operands
 from .operator import Operator, Preparation
 
@@ -149,11 +149,9 @@ class GemmOperator(Operator):
         """Return what the struct of its parameters is called."""
         return self.params_struct
 
+    @abc.abstractmethod
     def _choose_tile(self) -> Any:
-        spec, gpu = self._spec, self._runtime.machine.gpu
-        nodes = self._runtime.topology.sizes
-        rows = plans.tiled_rows(spec.row_counts, spec.n, spec.k, spec.dtype, gpu, nodes)
-        return choose_tile(rows, spec.n, spec.k, spec.dtype, spec.options, gpu, gathers=True)
+        """Return the tile, as far as it is known before the ranks have agreed."""
 
     def _staged_dtype(self) -> np.dtype:
         """Return the widest dtype of a finished tile."""

@@ -161,11 +161,17 @@ class ReductionOperator(GemmOperator):
         return tile
 
     def _most_terms(self) -> int:
-        """Return the largest K_r of all ranks."""
+        """Return the largest K_r of all ranks, as it was when such a sum was first planned.
+
+        It may change on one rank, and the others do not hear of that.
+        """
         spec = self._spec
         if self._runtime.machine.gpu is None or self._runtime.size == 1:
             return spec.k
-        what = f"{self.function}(row_counts={list(spec.row_counts)}, N={spec.n}): terms"
+        what = (
+            f"{self.function}(row_counts={list(spec.row_counts)}, N={spec.n}, "
+            f"{spec.dtype.name} -> {spec.out_dtype.name})"
+        )
         return max(self._runtime.agreement(what, None, lambda: spec.k))
 
     def _staged_dtype(self) -> np.dtype:

@@ -1,4 +1,5 @@
-// Landing zones: where rows of other ranks are pulled to, in chunks, and which chunks have arrived.
+// Landing zones: where rows of other ranks, and own ones among them if all are gathered, are pulled to, in chunks, and which
+// chunks have arrived.
 #pragma once
 
 #include "roles.cuh"
@@ -130,7 +131,7 @@ public:
         return true;
     }
 
-    // Whether own rows, which lie there, land here with the others.
+    // Whether own rows are brought here, too, from where they lie.
     MK_DEVICE bool takes_own(const Matrix& own) const {
         return plan_.gathered && own.data != plan_.rows[launch_.rank()].data;
     }

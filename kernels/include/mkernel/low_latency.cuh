@@ -218,6 +218,9 @@ public:
             MK_UNROLL
             for (u32 i = 0; i < size; ++i) sums[i] = not_a_number<Acc>();
         } else if (!plan_->scattered) {
+            MK_UNROLL
+            for (u32 i = 0; i < size; ++i)  // all ranks get the same bits
+                if (sums[i] != sums[i]) sums[i] = not_a_number<Acc>();
             for (u64 peer : RingOrder(launch.rank(), launch.size()))
                 tell<Result, apart>(words_of(launch, peer) + totals(launch) + words<Result>(place), count, sums);
         }

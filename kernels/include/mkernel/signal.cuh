@@ -156,9 +156,9 @@ public:
         return wait_alone(signal, target(progress), subject, [this, progress](u64 seen) { return seen >= target(progress); });
     }
 
-    // For a word of data, which is 0 as long as it has not come.
+    // For a word of data (low_latency.cuh), which is no signal of a generation, but 0 as long as it has not come.
     MK_DEVICE bool wait_word(const u64* word, Subject subject) {
-        return wait_alone(word, target(0), subject, [](u64 seen) { return seen != 0; });
+        return wait_alone(word, 0, subject, [](u64 seen) { return seen != 0; });
     }
 
     // Waits for signal_of(i) of so many, at which the lanes look side by side; all get one verdict.

@@ -262,7 +262,7 @@ struct LandingPlan {
     i64 chunk_k;
     i64 phase_k;       // a multiple of chunk_k: so much of k comes from all ranks before more does
     i64* row_start;    // [rank], and the total behind the last
-    Matrix* rows;      // [rank]: where they land; and all of them, if they lie in one
+    Matrix* rows;      // [rank]: where they land; [size]: where all do, if they are gathered
     i64* first_chunk;  // [rank]: its first one in `arrived`
     u64* arrived;      // a signal per chunk
     Place zone;        // where `rows` begin at every rank, if there is more than one node
