@@ -1,6 +1,7 @@
 """Thousands of interleavings of the protocol, each drawn from a seed and run in virtual time."""
 
 import contextlib
+import ctypes
 
 import numpy as np
 import pytest
@@ -128,6 +129,18 @@ def test_every_interleaving_gives_the_right_result(make_world, form, lanes, spli
     world = make_world(form, lanes, split)
     seeds = seeds if form == "allgather_gemm" else seeds // 2
     simulations.assert_right(world, seeds, LAUNCHES)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.endswith("low latency")])
+def test_words_that_a_failed_call_has_left_are_no_sums(make_world, form):
+    """A launch that was queued behind one that fails stores NaN, whatever lies there."""
+    world = make_world(form, 1)
+    for comm, *_ in world.ranks:
+        worlds.words(comm)[...] = worlds.NUMBER
+        failures = comm._runtime._signal_pages[comm.rank].failures_word
+        ctypes.c_uint64.from_address(failures).value = 1
+    faults, _ = world.simulate(0)
+    assert not faults
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -192,6 +192,12 @@ def signals(comm):
     return memory.segments[memory.arena.number].bytes[: memory.arena.data_offset]
 
 
+def words(comm):
+    """Return the words of data of this rank's arena that are their own signals."""
+    memory, arena = comm._runtime.memory, comm._runtime.memory.arena
+    return memory.segments[arena.number].bytes[arena.words_offset : arena.data_offset]
+
+
 def _arena_data(comm):
     memory = comm._runtime.memory
     return memory.segments[memory.arena.number].bytes[memory.arena.data_offset :]

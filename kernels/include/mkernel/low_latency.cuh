@@ -214,10 +214,7 @@ public:
                 for (u32 c = 0; c < told_together; ++c) sums[i + c] += widen(terms.values[c]);
             }
         }
-        if (!launch.live()) {
-            MK_UNROLL
-            for (u32 i = 0; i < size; ++i) sums[i] = not_a_number<Acc>();
-        } else if (!plan_->scattered) {
+        if (launch.live() && !plan_->scattered) {  // what has not come is no number, and so is the sum
             MK_UNROLL
             for (u32 i = 0; i < size; ++i)  // all ranks get the same bits
                 if (sums[i] != sums[i]) sums[i] = not_a_number<Acc>();
