@@ -471,7 +471,7 @@ class GemmReduceScatterPlan(GemmPlan):
                 f"{order}; {self.bytes_from_peers} bytes come to this rank, into "
                 f"{self.memory} bytes of {'words' if self.low_latency else 'slots'}",
                 *self._between_nodes(self.receivers),
-                "with low latency, in words that are their own signals"
+                "they travel with low latency: each word is its own signal"
                 if self.low_latency
                 else f"columns are taken in {stripes}",
             )

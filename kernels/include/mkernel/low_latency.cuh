@@ -1,7 +1,8 @@
 // Sums of few rows, where a message more costs more than its bytes. A rank tells its product to the owners of the rows; they
 // add it up, and of gemm_allreduce tell the sums to all. Words of data are their own signals: 0 is in memory where nothing has
 // come, and no word of data is. Whoever sees another one has the bits, without a fence or a second word, and makes it 0 again.
-// They lie where no other kernel writes; and who tells has seen the receiver enter this call, whose earlier ones are over.
+// They lie where no other kernel writes; and who tells has seen the receiver enter this call, by its message or by a word of
+// its own: so the launches are over in which it made them 0.
 #pragma once
 
 #include "roles.cuh"
