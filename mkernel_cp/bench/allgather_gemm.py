@@ -13,9 +13,11 @@ from .operator import OperatorBench, Sample, Shape, Work
 
 _SQUARES = tuple((m, m, m // 4) for m in (4096, 8192, 16384, 32768))
 _LANGUAGE_MODELS = ((512, 8192, 7168), (2048, 8192, 7168), (8192, 8192, 7168), (16384, 5120, 3456))
+_FEW_ROWS = ((16, 2048, 8192), (64, 8192, 7168), (256, 8192, 7168))
 _ODD = ((4100, 4104, 1000), (4224, 4160, 1024), (1023, 129, 77))
-SHAPES = {"cuda": _SQUARES + _LANGUAGE_MODELS + _ODD, "host": ((96, 80, 40), (101, 77, 19))}
-QUICK_SHAPES = {"cuda": (*_SQUARES[:2], _ODD[0]), "host": SHAPES["host"][:1]}
+_HOST = ((96, 80, 40), (101, 77, 19))
+SHAPES = {"cuda": _SQUARES + _LANGUAGE_MODELS + _FEW_ROWS + _ODD, "host": _HOST}
+QUICK_SHAPES = {"cuda": (*_SQUARES[:2], _ODD[0]), "host": _HOST[:1]}
 
 
 class AllGatherGemmBench(OperatorBench):

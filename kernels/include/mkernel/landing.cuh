@@ -18,7 +18,7 @@ public:
     // What the plan says is read once, not anew behind each signal.
     MK_DEVICE Landing(Launch& launch, const LandingPlan& plan)
         : launch_(launch), plan_(plan), arrived_(plan.arrived), k_(u32(plan.k)), chunk_rows_(u32(plan.chunk_rows)),
-          chunk_k_(u32(plan.chunk_k)), by_columns_(plan.by_columns) {}
+          chunk_k_(u32(plan.chunk_k)), by_columns_(plan.by_columns), here_(plan.gathered ? ~u32(0) : u32(launch.rank())) {}
 
     // The rows of a rank, and where they lie here.
     MK_DEVICE i64 rows_of(u64 source) const { return plan_.row_start[source + 1] - plan_.row_start[source]; }
@@ -118,16 +118,17 @@ public:
         return launch_.live();
     }
 
-    // The same for a tile, whose rows may be own ones; if all are gathered, for all of them.
+    // The same for a tile, whose rows may be own ones; if all are gathered, for all of them. A panel is loaded as soon as it is
+    // known to be here: for what is here from some time on, one comparison says so.
     MK_DEVICE bool wait(const Agent& who, const Tile& tile, Range k, const Matrix& own) {
-        if (all_here_) return launch_.live();
+        if (tile.source == here_) return true;
         const bool all = plan_.gathered;
         for (u64 source = all ? 0 : tile.source, end = all ? launch_.size() : source + 1; source < end; ++source) {
             const Range rows = all ? Range{0, rows_of(source)} : tile.rows;
             if (rows.size() == 0 || (source == launch_.rank() && !takes_own(own))) continue;
             if (!wait(who, source, rows, all ? Range{0, i64(k_)} : k)) return false;
         }
-        all_here_ = all;
+        if (all) here_ = u32(tile.source);
         return true;
     }
 
@@ -157,7 +158,7 @@ private:
     u64* const arrived_;
     const u32 k_, chunk_rows_, chunk_k_;
     const bool by_columns_;
-    bool all_here_ = false;
+    u32 here_;        // the source of tiles for which nobody has to wait
     u64 pulled_ = 0;  // bytes
     u32 next_ = 0;    // the member that gets the first chunk of the next pull
     struct {

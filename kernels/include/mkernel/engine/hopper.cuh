@@ -325,8 +325,8 @@ public:
 
     // Waits for a panel. Copiers write as threads do, for instructions that read as tensor copies do: the fence between is
     // the reader's, as in a copier it would wait for all copies that are under way.
-    static MK_DEVICE void await_panel(Shared& shared, const Turn<stages>& turn) {
-        ptx::wait(&shared.loaded[turn.slot], turn.parity);
+    static MK_DEVICE void await_panel(Shared& shared, u32 slot, u32 parity) {
+        ptx::wait(&shared.loaded[slot], parity);
         if (gathers) ptx::fence_shared_to_async();
     }
 
@@ -358,9 +358,8 @@ public:
                 arrived = arrived && (tile.rows.size() <= 0 || gate(warp, tile, piece));
                 if (arrived) ptx::fence_global_to_async();
                 else if (leads) fail(shared);  // all goes on, as the neighbour needs its B
-#pragma unroll 1
-                for (i64 at = piece.begin; at < piece.end; at += k) {
-                    const u32 slot = ptx::uniform(turn.slot), first = ptx::uniform(u32(at));
+                u32 first = ptx::uniform(u32(piece.begin));
+                turn.go_on(u32(ceil_div(piece.size(), k)), [&](u32 slot) {
                     u64* const loaded = &shared.loaded[slot];
                     ptx::wait(&shared.used[slot], turn.parity ^ 1);
                     if (ptx::elect()) {
@@ -369,8 +368,8 @@ public:
                                 [&](u8* to, i32 x, i32 y) { ptx::load_box(to, map, loaded, x, y); }, height);
                         load_b(shared, slot, rank, b, from, first);
                     }
-                    turn.advance();
-                }
+                    first += k;
+                });
             }
             if constexpr (fragments)
                 if (is_own(shared.sink, launch, tile)) load_addends(shared, launch, tile, turn, awaited);
@@ -633,34 +632,32 @@ public:
     template <u32 some, class Release>
     static MK_DEVICE void multiply(float (&sums)[blocks][sums_of_block], Shared& shared, Turn<stages>& turn, u32 panels,
                                    u64 a_first, u64 b_first, const Release& release) {
-        u32 previous = 0;
-#pragma unroll 1
-        for (u32 panel = 0; panel < panels; ++panel) {
-            await_panel(shared, turn);
+        bool add = false;
+        turn.go_on(panels, [&](u32 slot) {
+            await_panel(shared, slot, turn.parity);
             ptx::multiply_fence();
             MK_UNROLL
             for (u32 step = 0; step < steps; ++step)
                 MK_UNROLL
                 for (u32 i = 0; i < blocks; ++i) {
                     auto& those = reinterpret_cast<float(&)[some / 2]>(sums[i]);
-                    const u64 a = a_first + (turn.slot * A::bytes + step * A::step) / 16;
-                    const u64 b = b_first + (turn.slot * sides * B::bytes + step * B::step) / 16;
-                    const u32 further = i * (sides == 2 ? B::bytes : block_bytes) / 16;
-                    const bool add = panel > 0 || step > 0;
+                    const u32 beside = i * (sides == 2 ? B::bytes : block_bytes);
+                    const u64 a = ptx::further(a_first, slot * A::bytes + step * A::step + (flexible ? 0 : beside));
+                    const u64 b = ptx::further(b_first, slot * sides * B::bytes + step * B::step + (flexible ? beside : 0));
                     if constexpr (flexible)
-                        ptx::multiply<T, some, !MK_B_BY_COLUMNS, MK_A_BY_COLUMNS>(those, b + further, a, add);
+                        ptx::multiply<T, some, !MK_B_BY_COLUMNS, MK_A_BY_COLUMNS>(those, b, a, add || step > 0);
                     else
-                        ptx::multiply<T, some, MK_A_BY_COLUMNS, !MK_B_BY_COLUMNS>(those, a + further, b, add);
+                        ptx::multiply<T, some, MK_A_BY_COLUMNS, !MK_B_BY_COLUMNS>(those, a, b, add || step > 0);
                 }
             ptx::multiply_commit();
             ptx::multiply_wait<1>();  // the panel before is through, this one goes on
-            if (panel > 0) release(previous);
-            previous = turn.slot;
-            turn.advance();
-        }
+            if (add) release(before(slot));
+            add = true;
+        });
         ptx::multiply_wait<0>();
-        if (panels > 0) release(previous);
+        if (add) release(before(turn.slot));
     }
+    static MK_DEVICE u32 before(u32 slot) { return (slot + stages - 1) % stages; }
 
     // What the sink makes of a sum, or of two that belong together.
     static MK_DEVICE Out result(const Sink& sink, float sum, float second) {
