@@ -318,6 +318,7 @@ inline u64 operand_descriptor(u32 shared_address, u32 box_bytes) {
 }
 
 inline u64 further(u64 descriptor, u32 bytes) { return descriptor + bytes / 16; }
+inline u64 opaque_place(u64 descriptor) { return descriptor; }
 
 // Lines run along k, one for each of the extent; or across it, 64 of the extent in each box.
 template <class T> constexpr bool is_tfloat32 = false;

@@ -443,6 +443,9 @@ MK_DEVICE u64 further(u64 descriptor, u32 bytes) {
     return descriptor >> 32 << 32 | (u32(descriptor) + bytes / 16);  // 32 bits: no carry
 }
 
+// The same descriptor, of whose place the compiler concludes nothing.
+MK_DEVICE u64 opaque_place(u64 descriptor) { return descriptor >> 32 << 32 | opaque(u32(descriptor)); }
+
 // The accumulators are the first operands of an instruction: 8 more of them each time.
 #define MK_ACCUMULATORS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define MK_ACCUMULATORS_16 MK_ACCUMULATORS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"

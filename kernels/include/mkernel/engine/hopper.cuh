@@ -634,6 +634,8 @@ public:
                                    u64 a_first, u64 b_first, const Release& release) {
         bool add = false;
         turn.go_on(panels, [&](u32 slot) {
+            // Else the compiler keeps the descriptors of all slots, and has no registers for them.
+            const u64 a_panel = ptx::opaque_place(a_first), b_panel = ptx::opaque_place(b_first);
             await_panel(shared, slot, turn.parity);
             ptx::multiply_fence();
             MK_UNROLL
@@ -642,8 +644,8 @@ public:
                 for (u32 i = 0; i < blocks; ++i) {
                     auto& those = reinterpret_cast<float(&)[some / 2]>(sums[i]);
                     const u32 beside = i * (sides == 2 ? B::bytes : block_bytes);
-                    const u64 a = ptx::further(a_first, slot * A::bytes + step * A::step + (flexible ? 0 : beside));
-                    const u64 b = ptx::further(b_first, slot * sides * B::bytes + step * B::step + (flexible ? beside : 0));
+                    const u64 a = ptx::further(a_panel, slot * A::bytes + step * A::step + (flexible ? 0 : beside));
+                    const u64 b = ptx::further(b_panel, slot * sides * B::bytes + step * B::step + (flexible ? beside : 0));
                     if constexpr (flexible)
                         ptx::multiply<T, some, !MK_B_BY_COLUMNS, MK_A_BY_COLUMNS>(those, b, a, add || step > 0);
                     else
