@@ -466,16 +466,16 @@ MUTANTS = {
     ),
     "gathered: own rows where they lie": Mutant(
         H + "landing.cuh",
-        "return plan_.gathered && own.data != plan_.rows[launch_.rank()].data;",
+        "return gathered_ && own.data != plan_.rows[launch_.rank()].data;",
         "return false && own.data;",
         GATHERED,
     ),
     "gathered: all rows when those of one are here": Mutant(
-        H + "landing.cuh", "        all_here_ = all;\n", "        all_here_ = true;\n", GATHERED
+        H + "landing.cuh", "if (gathered_) here_ = u32(", "here_ = u32(", GATHERED
     ),
     "gathered: rows of the first": Mutant(
         H + "landing.cuh",
-        "end = all ? launch_.size() : source + 1;",
+        "end = gathered_ ? launch_.size() : source + 1;",
         "end = source + 1;",
         GATHERED,
     ),
@@ -540,6 +540,18 @@ MUTANTS = {
         "        if (has_failed(shared)) self.drop();",
         "if (has_failed(shared)) self.drop();",
         EMULATED_TURN,
+    ),
+    "hopper: a stage that is free while it is multiplied": Mutant(
+        H + "engine/hopper.cuh",
+        "            if (add) release(before(slot));",
+        "            if (add) release(slot);",
+        EMULATED_GEMM,
+    ),
+    "hopper: a ring that begins anew with each tile": Mutant(
+        H + "engine/ring.cuh",
+        "if (i != slot || count == 0) continue;",
+        "if (count == 0) continue;",
+        EMULATED_GEMM,
     ),
     "hopper: partial sums loaded too early": Mutant(
         H + "engine/hopper.cuh",

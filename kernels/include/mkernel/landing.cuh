@@ -18,7 +18,8 @@ public:
     // What the plan says is read once, not anew behind each signal.
     MK_DEVICE Landing(Launch& launch, const LandingPlan& plan)
         : launch_(launch), plan_(plan), arrived_(plan.arrived), k_(u32(plan.k)), chunk_rows_(u32(plan.chunk_rows)),
-          chunk_k_(u32(plan.chunk_k)), by_columns_(plan.by_columns), here_(plan.gathered ? ~u32(0) : u32(launch.rank())) {}
+          chunk_k_(u32(plan.chunk_k)), by_columns_(plan.by_columns), gathered_(plan.gathered),
+          here_(gathered_ ? ~u32(0) : u32(launch.rank())) {}
 
     // The rows of a rank, and where they lie here.
     MK_DEVICE i64 rows_of(u64 source) const { return plan_.row_start[source + 1] - plan_.row_start[source]; }
@@ -98,12 +99,28 @@ public:
     // Of k: what is pulled of all ranks before more is. One at least, in which there may be nothing to pull.
     MK_DEVICE Blocks phases() const { return Blocks(k_ > 0 ? k_ : 1, plan_.phase_k); }
 
+    // Waits until a tile's rows are here for this part of k; if all are gathered, until all are. A panel is not loaded before:
+    // for what is known to be here, a few comparisons say so.
+    MK_DEVICE bool wait(const Agent& who, const Tile& tile, Range k, const Matrix& own) {
+        if (tile.source == here_ || is_known(tile, k)) return true;
+        for (u64 source = gathered_ ? 0 : tile.source, end = gathered_ ? launch_.size() : source + 1; source < end; ++source) {
+            const Range rows = gathered_ ? Range{0, rows_of(source)} : tile.rows;
+            if (rows.size() == 0 || (source == launch_.rank() && !takes_own(own))) continue;
+            if (!await(who, source, rows, gathered_ ? Range{0, i64(k_)} : k)) return false;
+        }
+        if (gathered_) here_ = u32(tile.source);
+        return true;
+    }
+
+    // Whether own rows are brought here, too, from where they lie.
+    MK_DEVICE bool takes_own(const Matrix& own) const {
+        return gathered_ && own.data != plan_.rows[launch_.rank()].data;
+    }
+
+private:
     // Waits until the chunks that hold these rows and this part of k are here. A look takes as long as a panel is multiplied:
     // it is at what comes behind, too, and most panels lie in chunks that are known to be here.
-    MK_DEVICE bool wait(const Agent& who, u64 source, Range rows, Range k) {
-        if (source == known_.source && rows.begin == known_.first_row && rows.end <= known_.last_row &&
-            k.begin >= known_.first_k && k.end <= known_.last_k)
-            return true;
+    MK_DEVICE bool await(const Agent& who, u64 source, Range rows, Range k) {
         const Signals all = signals_of(source, rows, {k.begin, i64(k_)}), some = signals_of(source, rows, k);
         u64 here = launch_.there(who, all.count(), 1, all);
         if (here < some.count()) {
@@ -117,27 +134,11 @@ public:
         known_ = {u32(source), u32(rows.begin), u32(rows.end), u32(k.begin), (first + panels) * chunk_k_};
         return launch_.live();
     }
-
-    // The same for a tile, whose rows may be own ones; if all are gathered, for all of them. A panel is loaded as soon as it is
-    // known to be here: for what is here from some time on, one comparison says so.
-    MK_DEVICE bool wait(const Agent& who, const Tile& tile, Range k, const Matrix& own) {
-        if (tile.source == here_) return true;
-        const bool all = plan_.gathered;
-        for (u64 source = all ? 0 : tile.source, end = all ? launch_.size() : source + 1; source < end; ++source) {
-            const Range rows = all ? Range{0, rows_of(source)} : tile.rows;
-            if (rows.size() == 0 || (source == launch_.rank() && !takes_own(own))) continue;
-            if (!wait(who, source, rows, all ? Range{0, i64(k_)} : k)) return false;
-        }
-        if (all) here_ = u32(tile.source);
-        return true;
+    MK_DEVICE bool is_known(const Tile& tile, Range k) const {
+        return tile.source == known_.source && tile.rows.begin == known_.first_row && tile.rows.end <= known_.last_row &&
+               k.begin >= known_.first_k && k.end <= known_.last_k;
     }
 
-    // Whether own rows are brought here, too, from where they lie.
-    MK_DEVICE bool takes_own(const Matrix& own) const {
-        return plan_.gathered && own.data != plan_.rows[launch_.rank()].data;
-    }
-
-private:
     // Of a block of chunks.
     struct Signals {
         u64* first;
@@ -157,7 +158,7 @@ private:
     const LandingPlan& plan_;
     u64* const arrived_;
     const u32 k_, chunk_rows_, chunk_k_;
-    const bool by_columns_;
+    const bool by_columns_, gathered_;
     u32 here_;        // the source of tiles for which nobody has to wait
     u64 pulled_ = 0;  // bytes
     u32 next_ = 0;    // the member that gets the first chunk of the next pull
