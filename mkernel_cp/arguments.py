@@ -26,7 +26,8 @@ class Options:
         capability 9.0, operators on experts that multiply 16-bit operands take few, which the error
         for another one lists.
     chunk_bytes : int, optional
-        About how much of an operand is moved at a time. All ranks must give the same.
+        About how much of an operand is moved at a time; nothing for `gemm_reduce_scatter` and
+        `gemm_allreduce`, which move finished tiles. All ranks must give the same.
     transfer_dtype : data-type, optional
         Of partial sums on their way to the rank that adds them: that of the operands (default), or
         float32 for 16-bit operands. All ranks must give the same.

@@ -13,6 +13,7 @@ struct Turn {
     MK_DEVICE void advance() {
         if (++slot == slots) slot = 0, parity ^= 1;
     }
+
     // visit(slot) for the next so many. It is compiled once for each slot: what lies there is at a constant, and instructions
     // that take addresses from uniform registers do not wait until it has been computed and brought there.
     template <class Visit>
