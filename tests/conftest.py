@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import fcntl
 import os
 
 import pytest
@@ -89,6 +90,14 @@ def _runs_on(nics, item):
         and parameters.get("transport", transport) == transport
         and parameters.get("cards", 1) <= len(nics)
     )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """A test that measures time has the machine for itself: no worker's test runs beside it."""
+    with open(__file__) as file:
+        fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_runtest_logreport(report):
