@@ -102,6 +102,14 @@ NODE_ORDER = ("test_nodes.py::test_sums_go_around_the_ring_of_a_node_and_then_fr
 EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_TURN = ("test_emulated_gemm.py::test_who_has_not_called_is_told_nothing",)
 EMULATED_SUMS = ("test_emulated_gemm.py::test_sums_over_ranks",)
+EMULATED_TOTALS = (
+    f"{EMULATED_SUMS[0]}"
+    "[gemm_allreduce-hopper-tails-70+33+5x100x45+70+9-float16-CC]",
+)
+EMULATED_WIDE = (
+    "test_emulated_gemm.py::test_rows_of_all_ranks"
+    "[hopper-wide-140+70x200x300+8-bfloat16-float32-CCp-False]",
+)
 EMULATED_PAIRS = ("test_emulated_gemm.py::test_sums_of_pairs_of_blocks",)
 EMULATED_FEW_ROWS = ("test_emulated_gemm.py::test_few_rows_in_tiles_of_any_width",)
 EMULATED_STRIPS = ("test_emulated_gemm.py::test_many_strips_pass_through_few_slots",)
@@ -293,6 +301,7 @@ MUTANTS = {
         H + "target_host.cuh",
         "        run(agent);\n        agent.sync();",
         "        run(agent);",
+        ("test_allgather_gemm.py::test_back_to_back_calls_with_late_ranks_and_roles",),
     ),
     "lane barrier, sanitized": Mutant(
         H + "target_host.cuh",
@@ -414,7 +423,10 @@ MUTANTS = {
         STOPPED,
     ),
     "partial sums in the output's type": Mutant(
-        "gemm_reduce_scatter.cu", "Push<SumType, PartialType>", "Push<SumType, Type>", SUMS
+        "gemm_reduce_scatter.cu",
+        "Push<SumType, PartialType>",
+        "Push<SumType, Type>",
+        ("test_reductions.py::test_small_integers_are_exact",),
     ),
     "own rows first": Mutant(
         "gemm_reduce_scatter.cu",
@@ -468,7 +480,7 @@ MUTANTS = {
         H + "landing.cuh",
         "return gathered_ && own.data != plan_.rows[launch_.rank()].data;",
         "return false && own.data;",
-        GATHERED,
+        interleavings("allgather_gemm, gathered"),
     ),
     "gathered: all rows when those of one are here": Mutant(
         H + "landing.cuh", "if (gathered_) here_ = u32(", "here_ = u32(", GATHERED
@@ -1303,11 +1315,13 @@ for name, (file, old, new, *watching) in {
         "hopper.cuh",
         "ptx::wait(&shared.stored[consumer][strip.slot], strip.parity ^ 1);",
         "",
+        *EMULATED_WIDE,
     ),
     "hopper: strip given back too early": (
         "hopper.cuh",
         "wait_stores<false>(--unread);",
         "--unread;",
+        *EMULATED_WIDE,
     ),
     "hopper: strips that are given back too late": (
         "hopper.cuh",
@@ -1354,6 +1368,7 @@ for name, (file, old, new, *watching) in {
         "hopper.cuh",
         "(to == lane ? nearest : sink.slot(self, part, to))",
         "sink.slot(self, part, 0)",
+        *EMULATED_TOTALS,
     ),
     "portable: slot overwritten": (
         "portable.cuh",
