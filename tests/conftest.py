@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import contextlib
 import fcntl
 import os
 
@@ -124,3 +125,10 @@ def kernels(request):
     folder = request.config.getoption("--kernels")
     with compiler.using_kernels(folder):
         yield folder
+
+
+@pytest.fixture
+def closed_behind():
+    """What passes on a world, and closes it at the end of the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda world: stack.enter_context(contextlib.closing(world))

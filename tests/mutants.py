@@ -103,8 +103,7 @@ EMULATED_GEMM = ("test_emulated_gemm.py",)
 EMULATED_TURN = ("test_emulated_gemm.py::test_who_has_not_called_is_told_nothing",)
 EMULATED_SUMS = ("test_emulated_gemm.py::test_sums_over_ranks",)
 EMULATED_TOTALS = (
-    f"{EMULATED_SUMS[0]}"
-    "[gemm_allreduce-hopper-tails-70+33+5x100x45+70+9-float16-CC]",
+    f"{EMULATED_SUMS[0]}[gemm_allreduce-hopper-tails-70+33+5x100x45+70+9-float16-CC]",
 )
 EMULATED_WIDE = (
     "test_emulated_gemm.py::test_rows_of_all_ranks"

@@ -13,7 +13,6 @@ from routing import ExpertCase, expected_sum, ids_of, router_weights_of, rows_of
 from shapes import DTYPES
 
 import mkernel_cp as mk
-from mkernel_cp.failure import Reason
 from mkernel_cp.moe_plan import Combine, MoeCombinePlan, plan_moe_combine
 
 
@@ -444,104 +443,50 @@ def test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan(missing):
 
 # --- interleavings --------------------------------------------------------------------------------
 
-LAUNCHES = 3
-
-
-class Simulated:
-    """Three ranks whose launches are prepared, to be run by a simulator again and again."""
-
+class Simulated(simulations.World):
     def __init__(self, lanes, split, **options):
         self.case = ExpertCase("turns", (3, 0, 4), 1, 2, 5, 3, "float32", "uniform")
+        self.split = split
+        super().__init__(lanes, **options)
 
-        def program(mpi):
-            comm = mk.Communicator(mpi, **options)
-            layouts = [dispatched(comm, self.case, seed) for seed in range(LAUNCHES)]
-            layout = dispatched(comm, self.case, 0)
-            weights = comm.empty((self.case.tokens[comm.rank], 3), np.float32)
-            rows = np.zeros((60, 2), np.float32)
-            plan = mk.Options(split, chunk_bytes=16)
-            step = mk.MoeCombine(rows, weights, layout, comm=comm, options=plan)
-            out = np.empty((len(weights), 2), np.float32)
-            comm._runtime.launches.hooks.lanes = lanes
-            request = step.prepare(rows, weights, layout, out)
-            return comm, step, (rows, weights, layout, layouts), out, request
+    def prepare(self, comm):
+        layouts = [dispatched(comm, self.case, seed) for seed in range(self.launches)]
+        layout = dispatched(comm, self.case, 0)
+        weights = comm.empty((self.case.tokens[comm.rank], 3), np.float32)
+        rows = np.zeros((60, 2), np.float32)
+        plan = mk.Options(self.split, chunk_bytes=16)
+        step = mk.MoeCombine(rows, weights, layout, comm=comm, options=plan)
+        out = np.empty((len(weights), 2), np.float32)
+        launch = step.prepare(rows, weights, layout, out)
+        return step, (rows, weights, layout, layouts), out, launch
 
-        self.ranks = mk.LocalWorld(3).run(program)
-        self.helpers = simulations.helpers(comm for comm, *_ in self.ranks)
+    def expected(self, rank, launch):
+        return expected_sum(self.case, launch, rank).value
 
-    def simulate(self, seed, **stop):
-        """Run all launches once; return the faults seen, and the kernel's account of it."""
-        faults = []
-
-        def host(rank, launch):
-            comm, step, (rows, weights, layout, layouts), out, _ = self.ranks[rank]
-            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
-            if launch >= 0:
-                right = np.isclose(out, expected_sum(self.case, launch, rank).value, atol=1e-5)
-                if not (right.all() if ended_well else (right | np.isnan(out)).all()):
-                    faults.append((seed, rank, launch, out.copy()))
-            out[...], rows[...], weights[...] = 7, np.nan, np.nan
-            worlds.poison(comm)
-            if launch + 1 < LAUNCHES:
-                own = rows_of(self.case, launch + 1)[rank]
-                rows[: len(own)] = own
-                weights[...] = router_weights_of(self.case, launch + 1)[rank]
-                for name in ("expert_offsets", "source_rank", "source_token", "source_slot"):
-                    getattr(layout, name)[...] = getattr(layouts[launch + 1], name)
-                place = step._stage  # what a call of the host does before its launch
-                segment = comm._runtime.memory.segments[place.segment]
-                staged = segment.bytes[place.offset :][: weights.nbytes]
-                staged.view(np.float32)[...] = weights.ravel()
-            return ended_well
-
-        first = self.ranks[0][0]._runtime.calls.signals.generation
-        rows = []
-        for rank, (*_, (request, _)) in enumerate(self.ranks):
-            host(rank, -1)
-            request.seed = 1 + seed * 3 + rank
-            rows.append([request] * LAUNCHES)
-        kernel = self.ranks[0][1]._kernel
-        return faults, kernel.simulate(rows, seed, host, helpers=self.helpers, **stop)
-
-    def close(self):
-        for comm, *_ in self.ranks:
-            with contextlib.suppress(mk.Error):
-                comm.close()
-
-
-@pytest.fixture
-def make_simulated():
-    made = []
-
-    def make(*args):
-        made.append(Simulated(*args))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
+    def set_up(self, rank, launch):
+        comm, step, (rows, weights, layout, layouts), out, _ = self.ranks[rank]
+        out[...], rows[...], weights[...] = 7, np.nan, np.nan
+        if launch is None:
+            return
+        own = rows_of(self.case, launch)[rank]
+        rows[: len(own)] = own
+        weights[...] = router_weights_of(self.case, launch)[rank]
+        for name in ("expert_offsets", "source_rank", "source_token", "source_slot"):
+            getattr(layout, name)[...] = getattr(layouts[launch], name)
+        place = step._stage  # what a call of the host does before its launch
+        staged = comm._runtime.memory.segments[place.segment].bytes[place.offset :]
+        staged[: weights.nbytes].view(np.float32)[...] = weights.ravel()
 
 
 @pytest.mark.parametrize(
     ("lanes", "split"), [(1, (2, 2)), (1, (1, 2)), (1, (0, 2)), (1, (2, 1)), (2, (1, 1))]
 )
-def test_every_interleaving_gives_the_right_result(make_simulated, lanes, split):
-    world = make_simulated(lanes, split)
-    simulations.assert_right(world, 200 // lanes, LAUNCHES)
+def test_every_interleaving_gives_the_right_result(closed_behind, lanes, split):
+    world = closed_behind(Simulated(lanes, split))
+    simulations.assert_right(world, 200 // lanes)
 
 
 @pytest.mark.parametrize("part", range(12))
-def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
-    """In virtual time: ten minutes to enter, thirty seconds to go on."""
-    world = make_simulated(1, (2, 2))
-    whole = world.simulate(part)[1].steps
-    faults, simulation = world.simulate(part, stopped_rank=1, stop_step=whole * part // 15)
-    assert not faults
-    reasons = set()
-    for rank in (0, 2):
-        comm = world.ranks[rank][0]
-        with pytest.raises(mk.TimeoutError, match="rank"):
-            comm.synchronize()
-        reasons |= {page.words.by_kernel.reason for page in comm._runtime.calls.pages}
-    assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
-    assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9
+def test_a_stopped_rank_ends_all_waits_at_a_deadline(closed_behind, part):
+    world = closed_behind(Simulated(1, (2, 2)))
+    simulations.assert_all_waits_end(world, part, part / 15)

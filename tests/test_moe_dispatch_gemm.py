@@ -15,7 +15,6 @@ from shapes import DTYPES
 
 import mkernel_cp as mk
 from mkernel_cp import moe_plan, reference
-from mkernel_cp.failure import Reason
 from mkernel_cp.moe_plan import (
     Dispatch,
     MoeDispatchGemmPlan,
@@ -712,39 +711,30 @@ def test_a_trace_tells_of_chunks_and_tiles(tmp_path):
 
 # --- interleavings --------------------------------------------------------------------------------
 
-LAUNCHES = 4
 UNTOUCHED = 77.0
 
 
-class Simulated:
-    """Three ranks whose launches are prepared, to be run by a simulator again and again."""
+class Simulated(simulations.World):
+    launches = 4
 
     def __init__(self, kind, lanes, split, **options):
         self.case = ExpertCase("turns", (3, 0, 4), 3, 2, 5, 2, "float32", kind)
+        self.plan = mk.Options(split, (2, 1, 2), 12)
+        super().__init__(lanes, **options)
 
-        def program(mpi):
-            comm = mk.Communicator(mpi, **options)
-            rank = comm.rank
-            x = comm.empty((self.case.tokens[rank], 3), np.float32)
-            ids = np.zeros((len(x), 2), int)
-            w = weights_of(self.case, rank)
-            step = mk.MoeDispatchGemm(
-                *(x, ids, w),
-                comm=comm,
-                num_experts=5,
-                capacity=16,
-                options=mk.Options(split, (2, 1, 2), 12),
-            )
-            out = np.empty((16, 2), np.float32)
-            layout = mk.DispatchLayout(step.plan, comm._runtime.machine)
-            comm._runtime.launches.hooks.lanes = lanes
-            return comm, step, (x, ids), out, layout, step.prepare(x, ids, w, (out, layout))
+    def prepare(self, comm):
+        x = comm.empty((self.case.tokens[comm.rank], 3), np.float32)
+        ids = np.zeros((len(x), 2), int)
+        w = weights_of(self.case, comm.rank)
+        asked = {"num_experts": 5, "capacity": 16, "options": self.plan}
+        step = mk.MoeDispatchGemm(x, ids, w, comm=comm, **asked)
+        out = np.empty((16, 2), np.float32)
+        layout = mk.DispatchLayout(step.plan, comm._runtime.machine)
+        return step, (x, ids, layout), out, step.prepare(x, ids, w, (out, layout))
 
-        self.ranks = mk.LocalWorld(3).run(program)
-        self.helpers = simulations.helpers(comm for comm, *_ in self.ranks)
-
-    def is_right(self, rank, launch, out, layout, ended_well):
+    def is_right(self, rank, launch, out, ended_well):
         """All of it, or what there is of it; the third launch has an id that is none."""
+        _, _, (*_, layout), _, _ = self.ranks[rank]
         if launch == 2:
             return (out == UNTOUCHED).all() or (not ended_well and np.isnan(out).all())
         right, route = expected(self.case, launch, rank)
@@ -761,52 +751,14 @@ class Simulated:
         ]
         return close.all() and (out[count:] == UNTOUCHED).all() and all(same)
 
-    def simulate(self, seed, **stop):
-        """Run all launches once; return the faults seen, and the kernel's account of it."""
-        faults = []
-
-        def host(rank, launch):
-            comm, _, (x, ids), out, layout, _ = self.ranks[rank]
-            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
-            if launch >= 0 and not self.is_right(rank, launch, out, layout, ended_well):
-                faults.append((seed, rank, launch, out.copy()))
-            if launch + 1 < LAUNCHES:
-                x[...] = tokens_of(self.case, launch + 1)[rank]
-                ids[...] = ids_of(self.case, launch + 1)[rank]
-                if launch + 1 == 2 and rank == 0:
-                    ids[2, 1] = 99
-            else:
-                x[...], ids[...] = np.nan, -7
-            out[...] = UNTOUCHED
-            worlds.poison(comm)
-            return ended_well
-
-        first = self.ranks[0][0]._runtime.calls.signals.generation
-        rows = []
-        for rank, (*_, (request, _)) in enumerate(self.ranks):
-            host(rank, -1)
-            request.seed = 1 + seed * 3 + rank
-            rows.append([request] * LAUNCHES)
-        kernel = self.ranks[0][1]._kernel
-        return faults, kernel.simulate(rows, seed, host, helpers=self.helpers, **stop)
-
-    def close(self):
-        for comm, *_ in self.ranks:
-            with contextlib.suppress(mk.Error, ValueError):  # an id that is none is told, too
-                comm.close()
-
-
-@pytest.fixture
-def make_simulated():
-    made = []
-
-    def make(*args):
-        made.append(Simulated(*args))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
+    def set_up(self, rank, launch):
+        _, _, (x, ids, _), out, _ = self.ranks[rank]
+        out[...], x[...], ids[...] = UNTOUCHED, np.nan, -7
+        if launch is None:
+            return
+        x[...], ids[...] = (of(self.case, launch)[rank] for of in (tokens_of, ids_of))
+        if launch == 2 and rank == 0:
+            ids[2, 1] = 99
 
 
 @pytest.mark.parametrize(
@@ -819,23 +771,12 @@ def make_simulated():
         ("hot", 2, (1, 1)),
     ],
 )
-def test_every_interleaving_gives_the_right_result(make_simulated, kind, lanes, split):
-    world = make_simulated(kind, lanes, split)
-    simulations.assert_right(world, 200 // lanes, LAUNCHES)
+def test_every_interleaving_gives_the_right_result(closed_behind, kind, lanes, split):
+    world = closed_behind(Simulated(kind, lanes, split))
+    simulations.assert_right(world, 200 // lanes)
 
 
 @pytest.mark.parametrize("part", range(20))
-def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
-    """In virtual time: ten minutes to enter, thirty seconds to go on."""
-    world = make_simulated("uniform", 1, (2, 2))
-    whole = world.simulate(part)[1].steps
-    faults, simulation = world.simulate(part, stopped_rank=1, stop_step=whole * part // 24)
-    assert not faults
-    reasons = set()
-    for rank in (0, 2):
-        comm = world.ranks[rank][0]
-        with pytest.raises(mk.TimeoutError, match="rank"):
-            comm.synchronize()
-        reasons |= {page.words.by_kernel.reason for page in comm._runtime.calls.pages}
-    assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
-    assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9
+def test_a_stopped_rank_ends_all_waits_at_a_deadline(closed_behind, part):
+    world = closed_behind(Simulated("uniform", 1, (2, 2)))
+    simulations.assert_all_waits_end(world, part, part / 24)

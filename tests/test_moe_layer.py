@@ -21,7 +21,6 @@ from shapes import DTYPES
 from test_moe_dispatch_gemm import call_and_wait
 
 import mkernel_cp as mk
-from mkernel_cp.failure import Reason
 from mkernel_cp.moe_plan import ACTIVATIONS, Layer, MoeLayerPlan, layer_tile, plan_moe_layer
 from mkernel_cp.tiles import Gpu, HostTile
 
@@ -467,110 +466,56 @@ def test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan(missing):
 
 # --- interleavings --------------------------------------------------------------------------------
 
-LAUNCHES = 3
-
-
-class Simulated:
-    """Three ranks whose launches are prepared, to be run by a simulator again and again."""
-
+class Simulated(simulations.World):
     def __init__(self, activation, lanes, split, routing="uniform", rows=2, **options):
         self.case = ExpertCase(
             "turns", (3, 0, 4), 3, 2, 5, 2, "float32", routing, None, activation, 2
         )
+        self.plan = mk.Options(split, (rows, 1, 2), 24)
+        super().__init__(lanes, **options)
 
-        def program(mpi):
-            comm = mk.Communicator(mpi, **options)
-            own = own_operands(comm, self.case, 0)
-            x = comm.empty(own[0].shape, np.float32)
-            own = (x, own[1].copy(), own[2].copy(), *own[3:])
-            plan = mk.Options(split, (rows, 1, 2), 24)
-            asked = {"num_experts": 5, "activation": activation, "options": plan}
-            step = mk.MoeLayer(*own, comm=comm, capacity=16, **asked)
-            out = np.empty((len(x), 2), np.float32)
-            comm._runtime.launches.hooks.lanes = lanes
-            return comm, step, own, out, step.prepare(*own, out)
+    def prepare(self, comm):
+        own = own_operands(comm, self.case, 0)
+        x = comm.empty(own[0].shape, np.float32)
+        own = (x, own[1].copy(), own[2].copy(), *own[3:])
+        asked = {"num_experts": 5, "activation": self.case.activation, "options": self.plan}
+        step = mk.MoeLayer(*own, comm=comm, capacity=16, **asked)
+        out = np.empty((len(x), 2), np.float32)
+        return step, own, out, step.prepare(*own, out)
 
-        self.ranks = mk.LocalWorld(3).run(program)
-        self.helpers = simulations.helpers(comm for comm, *_ in self.ranks)
+    def expected(self, rank, launch):
+        return expected_layer(self.case, launch, rank).value
 
-    def simulate(self, seed, **stop):
-        """Run all launches once; return the faults seen, and the kernel's account of it."""
-        faults = []
-
-        def host(rank, launch):
-            comm, step, own, out, _ = self.ranks[rank]
-            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
-            if launch >= 0:
-                right = np.isclose(out, expected_layer(self.case, launch, rank).value, atol=1e-5)
-                if not (right.all() if ended_well else (right | np.isnan(out)).all()):
-                    faults.append((seed, rank, launch, out.copy()))
-            out[...], own[0][...], own[1][...] = 7, np.nan, -7
-            poison(comm, step)
-            if launch + 1 < LAUNCHES:
-                blocks = own_operands(comm, self.case, launch + 1)
-                own[0][...], own[1][...] = blocks[:2]
-                place = step._stage_of_weights  # what a call of the host does before its launch
-                segment = comm._runtime.memory.segments[place.segment]
-                staged = segment.bytes[place.offset :][: blocks[2].nbytes]
-                staged.view(np.float32)[...] = blocks[2].ravel()
-            return ended_well
-
-        first = self.ranks[0][0]._runtime.calls.signals.generation
-        rows = []
-        for rank, (*_, (request, _)) in enumerate(self.ranks):
-            host(rank, -1)
-            request.seed = 1 + seed * 3 + rank
-            rows.append([request] * LAUNCHES)
-        kernel = self.ranks[0][1]._kernel
-        return faults, kernel.simulate(rows, seed, host, helpers=self.helpers, **stop)
-
-    def close(self):
-        for comm, *_ in self.ranks:
-            with contextlib.suppress(mk.Error):
-                comm.close()
-
-
-@pytest.fixture
-def make_simulated():
-    made = []
-
-    def make(*args):
-        made.append(Simulated(*args))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
+    def set_up(self, rank, launch):
+        comm, step, own, out, _ = self.ranks[rank]
+        out[...], own[0][...], own[1][...] = 7, np.nan, -7
+        poison(comm, step)
+        if launch is None:
+            return
+        blocks = own_operands(comm, self.case, launch)
+        own[0][...], own[1][...] = blocks[:2]
+        place = step._stage_of_weights  # what a call of the host does before its launch
+        staged = comm._runtime.memory.segments[place.segment].bytes[place.offset :]
+        staged[: blocks[2].nbytes].view(np.float32)[...] = blocks[2].ravel()
 
 
 @pytest.mark.parametrize(
     ("activation", "lanes", "split"),
     [("swiglu", 1, (2, 2)), (None, 1, (1, 3)), ("gelu", 1, (0, 2)), ("swiglu", 2, (1, 2))],
 )
-def test_every_interleaving_gives_the_right_result(make_simulated, activation, lanes, split):
-    world = make_simulated(activation, lanes, split)
-    simulations.assert_right(world, 120 // lanes, LAUNCHES)
+def test_every_interleaving_gives_the_right_result(closed_behind, activation, lanes, split):
+    world = closed_behind(Simulated(activation, lanes, split))
+    simulations.assert_right(world, 120 // lanes)
 
 
-def test_every_interleaving_of_tiles_of_fewer_rows(monkeypatch, make_simulated):
+def test_every_interleaving_of_tiles_of_fewer_rows(monkeypatch, closed_behind):
     """As plans of one engine have them: those of an expert are of one height, here 4 rows of 7."""
     monkeypatch.setattr(HostTile, "row_step", 1)
-    world = make_simulated("silu", 1, (1, 3), "one expert", 6)
-    simulations.assert_right(world, 120, LAUNCHES)
+    world = closed_behind(Simulated("silu", 1, (1, 3), "one expert", 6))
+    simulations.assert_right(world, 120)
 
 
 @pytest.mark.parametrize("part", range(16))
-def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
-    """In virtual time: ten minutes to enter, thirty seconds to go on."""
-    world = make_simulated("silu", 1, (2, 2))
-    whole = world.simulate(part)[1].steps
-    faults, simulation = world.simulate(part, stopped_rank=1, stop_step=whole * part // 19)
-    assert not faults
-    reasons = set()
-    for rank in (0, 2):
-        comm = world.ranks[rank][0]
-        with pytest.raises(mk.TimeoutError, match="rank"):
-            comm.synchronize()
-        reasons |= {page.words.by_kernel.reason for page in comm._runtime.calls.pages}
-    assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
-    assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9
+def test_a_stopped_rank_ends_all_waits_at_a_deadline(closed_behind, part):
+    world = closed_behind(Simulated("silu", 1, (2, 2)))
+    simulations.assert_all_waits_end(world, part, part / 19)

@@ -1,6 +1,5 @@
 """The operators on experts between virtual nodes."""
 
-import contextlib
 import dataclasses
 import time
 
@@ -67,12 +66,13 @@ def test_dispatch_equals_reference(nodes, transport, case):
     ],
     ids=["dispatch", "combine", "layer"],
 )
-def test_every_interleaving_gives_the_right_result(operator, asked, transport, staged, monkeypatch):
+def test_every_interleaving_gives_the_right_result(
+    operator, asked, transport, staged, monkeypatch, closed_behind
+):
     if staged:
         worlds.stage(monkeypatch, 64, count=1)
-    turns = operator.Simulated(*asked, nodes=(2, 1), transport=transport)
-    with contextlib.closing(turns):
-        simulations.assert_right(turns, 20, operator.LAUNCHES)
+    turns = closed_behind(operator.Simulated(*asked, nodes=(2, 1), transport=transport))
+    simulations.assert_right(turns, 20)
 
 
 def turns_of(size, count, **more):

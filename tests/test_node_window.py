@@ -1,6 +1,5 @@
 """`ring_attention` between virtual nodes."""
 
-import contextlib
 import time
 
 import numpy as np
@@ -9,7 +8,6 @@ import simulations
 import worlds
 from test_nodes import TRANSPORTS, TYPES, all_are, letters, maps_its_node_only, outcomes
 from test_ring_attention import (
-    LAUNCHES,
     AttentionCase,
     Simulated,
     assert_right,
@@ -51,13 +49,14 @@ def test_equals_reference(nodes, transport, case):
 @pytest.mark.parametrize(
     ("window", "transport", "causal"), [(1, "verbs", False), (2, "efa", False), (1, "efa", True)]
 )
-def test_every_interleaving_gives_the_right_result(window, transport, causal, staged, monkeypatch):
+def test_every_interleaving_gives_the_right_result(
+    window, transport, causal, staged, monkeypatch, closed_behind
+):
     if staged:
         worlds.stage(monkeypatch, 64, count=1)
     options = {"nodes": (2, 1), "transport": transport}
-    turns = Simulated("zigzag", causal, window, 1, (1, 2), **options)
-    with contextlib.closing(turns):
-        simulations.assert_right(turns, 40, LAUNCHES)
+    turns = closed_behind(Simulated("zigzag", causal, window, 1, (1, 2), **options))
+    simulations.assert_right(turns, 40)
 
 
 def windows(counts, nodes, **asked):

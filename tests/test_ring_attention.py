@@ -23,7 +23,6 @@ from mkernel_cp.attention_plan import (
     plan_ring_attention,
     zigzag_counts,
 )
-from mkernel_cp.failure import Reason
 from mkernel_cp.tiles import Gpu
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -827,86 +826,36 @@ def test_a_trace_tells_of_chunks_and_tiles(tmp_path):
 
 # --- interleavings --------------------------------------------------------------------------------
 
-LAUNCHES = 3
-
-
-class Simulated:
-    """Three ranks whose launches are prepared, to be run by a simulator again and again."""
-
+class Simulated(simulations.World):
     def __init__(self, layout, causal, window, lanes, split, **options):
         counts = counts_in("zigzag", 8, 3) if layout == "zigzag" else (3, 0, 4)
         self.case = AttentionCase("turns", counts, (6, 3), 2, "float32", causal, layout)
         agreed = Attention(
             *(1, counts, 6, 3, 2, np.dtype("f4"), causal, 1.0, layout), nodes=options.get("nodes")
         )
-        slot = max(map(agreed.slot_bytes, range(3)))
+        self.window, self.room = window, window * max(map(agreed.slot_bytes, range(3)))
+        self.plan = mk.Options(split, (2, 2, 2), 16)
+        super().__init__(lanes, **options)
 
-        def program(mpi):
-            comm = mk.Communicator(mpi, **options)
-            shapes = [x[comm.rank].shape for x in blocks_of(self.case, 0)]
-            # Head by head, so that the network, too, takes them where they lie.
-            qkv = [comm.empty((b, h, s, d), np.float32).swapaxes(1, 2) for b, s, h, d in shapes]
-            out = np.empty(shapes[0], np.float32)
-            step = mk.RingAttention(
-                *qkv,
-                comm=comm,
-                seq_counts=counts,
-                causal=causal,
-                layout=layout,
-                max_workspace=window * slot,
-                options=mk.Options(split, (2, 2, 2), 16),
-            )
-            assert step.plan.window == window
-            comm._runtime.launches.hooks.lanes = lanes
-            return comm, step, qkv, out, step.prepare(*qkv, out)
+    def prepare(self, comm):
+        shapes = [x[comm.rank].shape for x in blocks_of(self.case, 0)]
+        # Head by head, so that the network, too, takes them where they lie.
+        qkv = [comm.empty((b, h, s, d), np.float32).swapaxes(1, 2) for b, s, h, d in shapes]
+        out = np.empty(shapes[0], np.float32)
+        asked = {"causal": self.case.causal, "layout": self.case.layout, "options": self.plan}
+        counts = {"seq_counts": self.case.seq_counts, "max_workspace": self.room}
+        step = mk.RingAttention(*qkv, comm=comm, **counts, **asked)
+        assert step.plan.window == self.window
+        return step, qkv, out, step.prepare(*qkv, out)
 
-        self.ranks = mk.LocalWorld(3).run(program)
-        self.helpers = simulations.helpers(comm for comm, *_ in self.ranks)
+    def expected(self, rank, launch):
+        return expected(self.case, launch, rank)[0].value
 
-    def simulate(self, seed, **stop):
-        """Run all launches once; return the faults seen, and the kernel's account of it."""
-        faults = []
-
-        def host(rank, launch):
-            comm, _, qkv, out, _ = self.ranks[rank]
-            ended_well = comm._runtime.calls.signals.generation == first + launch + 1
-            if launch >= 0:
-                right = np.isclose(out, expected(self.case, launch, rank)[0].value, atol=1e-5)
-                # What was not finished is NaN; what was finished is right.
-                if not (right.all() if ended_well else (right | np.isnan(out)).all()):
-                    faults.append((seed, rank, launch, out.copy()))
-            for x, blocks in zip(qkv, blocks_of(self.case, launch + 1), strict=True):
-                x[...] = blocks[rank] if launch + 1 < LAUNCHES else np.nan
-            out[...] = np.nan
-            worlds.poison(comm)
-            return ended_well
-
-        first = self.ranks[0][0]._runtime.calls.signals.generation
-        rows = []
-        for rank, (*_, (request, _)) in enumerate(self.ranks):
-            host(rank, -1)
-            request.seed = 1 + seed * 3 + rank
-            rows.append([request] * LAUNCHES)
-        kernel = self.ranks[0][1]._kernel
-        return faults, kernel.simulate(rows, seed, host, helpers=self.helpers, **stop)
-
-    def close(self):
-        for comm, *_ in self.ranks:
-            with contextlib.suppress(mk.Error):
-                comm.close()
-
-
-@pytest.fixture
-def make_simulated():
-    made = []
-
-    def make(*args):
-        made.append(Simulated(*args))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
+    def set_up(self, rank, launch):
+        _, _, qkv, out, _ = self.ranks[rank]
+        for x, blocks in zip(qkv, blocks_of(self.case, launch or 0), strict=True):
+            x[...] = np.nan if launch is None else blocks[rank]
+        out[...] = np.nan
 
 
 @pytest.mark.parametrize(
@@ -919,27 +868,16 @@ def make_simulated():
     ],
 )
 def test_every_interleaving_gives_the_right_result(
-    make_simulated, layout, causal, window, lanes, split
+    closed_behind, layout, causal, window, lanes, split
 ):
-    world = make_simulated(layout, causal, window, lanes, split)
-    simulations.assert_right(world, 300 // lanes, LAUNCHES)
+    world = closed_behind(Simulated(layout, causal, window, lanes, split))
+    simulations.assert_right(world, 300 // lanes)
 
 
 @pytest.mark.parametrize("part", range(12))
-def test_a_stopped_rank_ends_all_waits_at_a_deadline(make_simulated, part):
-    """In virtual time: ten minutes to enter, thirty seconds to go on."""
-    world = make_simulated("zigzag", True, 1, 1, (2, 2))
-    whole = world.simulate(part)[1].steps
-    faults, simulation = world.simulate(part, stopped_rank=1, stop_step=whole * part // 14)
-    assert not faults
-    reasons = set()
-    for rank in (0, 2):
-        comm = world.ranks[rank][0]
-        with pytest.raises(mk.TimeoutError, match="rank"):
-            comm.synchronize()
-        reasons |= {page.words.by_kernel.reason for page in comm._runtime.calls.pages}
-    assert reasons - {0} <= {Reason.ENTRY_TIMEOUT, Reason.PROGRESS_TIMEOUT}
-    assert 30e9 <= simulation.elapsed_ns <= 2 * 630e9
+def test_a_stopped_rank_ends_all_waits_at_a_deadline(closed_behind, part):
+    world = closed_behind(Simulated("zigzag", True, 1, 1, (2, 2)))
+    simulations.assert_all_waits_end(world, part, part / 14)
 
 
 @pytest.mark.parametrize("causal", [False, True])
