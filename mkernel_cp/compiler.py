@@ -39,6 +39,7 @@ logger = logging.getLogger("mkernel_cp.compiler")
 _FORMAT_VERSION = 1
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _STALE_SECONDS = 3600.0
+_PATIENCE_SECONDS = 600.0  # with another process that compiles the same
 _SETTLED_NS = 10**9  # a file that has changed since may change again within a tick of its clock
 _LEAST_ARCH = 80  # whose instructions the kernels use
 
@@ -548,24 +549,28 @@ def _private_dir(reason: Exception) -> Path:
 
 def _find_or_build(entry: Path, name: str, build: Callable[[Path], None]) -> Path:
     lock_path = entry.with_name(f".{entry.name}.lock")
-    pause = 0.001
+    pause, began = 0.001, time.monotonic()
     while not _is_intact(entry):
         entry.parent.mkdir(parents=True, exist_ok=True)
         lock = _try_lock(lock_path)
-        if lock is None:
+        waited = time.monotonic() - began
+        if lock is None and waited < _PATIENCE_SECONDS:
             if pause == 0.001:
                 logger.info("waiting for another process to compile %s", name)
             # Short sleeps, not a blocking lock, so that a signal handler can end the wait.
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
             continue
+        if lock is None:  # entries are renamed into place whole: two who compile do no harm
+            logger.warning("%s has been compiled elsewhere for %.0f s: not waiting", name, waited)
         try:
             # Another process may have finished between our look and our lock.
             if not _is_intact(entry):
                 _build_entry(entry, name, build)
                 return entry
         finally:
-            _unlock(lock_path, lock)
+            if lock is not None:
+                _unlock(lock_path, lock)
     logger.debug("cache hit %s: %s", name, entry)
     return entry
 

@@ -281,6 +281,17 @@ def test_waiting_can_be_interrupted_and_ends_when_the_holder_dies(tmp_path, cach
     assert len(list(cache.iterdir())) == 1
 
 
+def test_a_holder_that_hangs_is_not_waited_for_without_end(tmp_path, cache, monkeypatch, caplog):
+    source = write_source(tmp_path / "sample.cpp")
+    entry = compiler.host_library_path(source)
+    entry.unlink()
+    monkeypatch.setattr(compiler, "_PATIENCE_SECONDS", 0.2)
+    with open(cache / f".{entry.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert compiles(lambda: compiler.host_library_path(source)) == (entry, 1)
+    assert "not waiting" in caplog.text
+
+
 def test_many_threads_at_once_compile_once(tmp_path):
     source = write_source(tmp_path / "sample.cpp")
     barrier = threading.Barrier(8)
