@@ -52,13 +52,10 @@ class Options:
     sm_budget: int | None = None
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "tf32", flag("tf32", self.tf32))
-            if self.transfer_dtype is not None:
-                transfer_dtype = asked_dtype("transfer_dtype", self.transfer_dtype)
-                object.__setattr__(self, "transfer_dtype", transfer_dtype)
-        except TypeError as error:
-            raise TypeError(f"Options: {error}") from None
+        object.__setattr__(self, "tf32", flag("Options(tf32)", self.tf32))
+        if self.transfer_dtype is not None:
+            transfer_dtype = asked_dtype("Options(transfer_dtype)", self.transfer_dtype)
+            object.__setattr__(self, "transfer_dtype", transfer_dtype)
         for name, lengths, least in (
             ("split", (2, 3), {"movers": 0, "compute": 1, "inter-reduce": 1}),
             ("tile", (3,), {"rows": 1, "columns": 1, "k": 1}),
@@ -86,7 +83,7 @@ class Options:
         for name in ("chunk_bytes", "sm_budget"):
             value = getattr(self, name)
             if value is not None:
-                value = at_least(1, f"Options: {name}", value)
+                value = at_least(1, f"Options({name})", value)
                 object.__setattr__(self, name, value)
 
 
@@ -97,14 +94,19 @@ def integer(value: Any) -> int:
     return operator.index(value)
 
 
+def _given(name: str, text: str) -> str:
+    """Return an argument as it was given: ``x=1``, or for a name like ``of(x)``: ``of(x=1)``."""
+    return f"{name[:-1]}={text})" if name.endswith(")") else f"{name}={text}"
+
+
 def at_least(least: int, name: str, value: Any) -> int:
     """Return an argument that is an integer of at least so much."""
     try:
         value = integer(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r}: use an integer") from None
+        raise TypeError(f"{_given(name, repr(value))}: use an integer") from None
     if value < least:
-        raise ValueError(f"{name}={value}: use at least {least}")
+        raise ValueError(f"{_given(name, repr(value))}: use at least {least}")
     return value
 
 
@@ -118,7 +120,7 @@ def number(value: Any) -> float:
 def flag(name: str, value: Any) -> bool:
     """Return an argument that is True or False; TypeError for anything else."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name}={value!r}: use True or False")
+        raise TypeError(f"{_given(name, repr(value))}: use True or False")
     return bool(value)
 
 
@@ -127,7 +129,7 @@ def asked_dtype(name: str, value: Any) -> np.dtype:
     try:
         return np.dtype(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r} is no dtype: use one of {_NAMES}") from None
+        raise TypeError(f"{_given(name, repr(value))} is no dtype: use one of {_NAMES}") from None
 
 
 def check_dtype(name: str, dtype: np.dtype) -> None:
@@ -142,5 +144,6 @@ def output_dtype(dtype: np.dtype, requested: object, name: str = "dtype") -> np.
     allowed = [dtype] if dtype.itemsize > 2 else [dtype, np.dtype(np.float32)]
     if requested not in allowed:
         names = " or ".join(d.name for d in allowed)
-        raise TypeError(f"{name}={requested}: not allowed for {dtype} operands; use {names}")
+        given = _given(name, requested.name)
+        raise TypeError(f"{given}: not allowed for {dtype} operands; use {names}")
     return requested

@@ -1,5 +1,7 @@
 """Options and dtypes: what is allowed, and what the errors for anything else say."""
 
+import re
+
 import numpy as np
 import pytest
 from shapes import DTYPES
@@ -61,11 +63,27 @@ def test_options_that_are_no_integers_are_refused(keywords):
 
 
 def test_what_names_no_dtype_is_told_with_those_there_are():
-    text = "dtype='bf16' is no dtype: use one of bfloat16, float16, float32, float64"
-    with pytest.raises(TypeError, match=f"^{text}$"):
+    text = "is no dtype: use one of bfloat16, float16, float32, float64"
+    with pytest.raises(TypeError, match=f"^dtype='bf16' {text}$"):
         arguments.output_dtype(np.dtype(np.float32), "bf16")
-    with pytest.raises(TypeError, match=f"^Options: transfer_{text}$"):
+    with pytest.raises(TypeError, match=rf"^Options\(transfer_dtype='bf16'\) {text}$"):
         mk.Options(transfer_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"tf32": 1}, "Options(tf32=1): use True or False"),
+        ({"chunk_bytes": 0}, "Options(chunk_bytes=0): use at least 1"),
+        ({"sm_budget": 1.5}, "Options(sm_budget=1.5): use an integer"),
+        ({"tile": (1, 2)}, "Options(tile=(1, 2)): use 3 numbers"),
+        ({"split": 3}, "Options(split=3): use 2 or 3 integers"),
+    ],
+    ids=str,
+)
+def test_errors_of_options_say_what_was_given_alike(keywords, text):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}"):
+        mk.Options(**keywords)
 
 
 def test_options_may_be_any_integers_and_are_hashable():
