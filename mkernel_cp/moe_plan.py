@@ -13,7 +13,7 @@ import numpy as np
 
 from .arguments import Options
 from .memory import offsets_of, round_up
-from .plan import NodesPlan, choose_split, inter_reduce, line_pitch, network_agents
+from .plan import NodesPlan, choose_split, counted, inter_reduce, line_pitch, network_agents
 from .reference import accumulator_dtype, array_split_counts
 from .slots import network_bytes
 from .tiles import (
@@ -366,8 +366,9 @@ class MoeDispatchGemmPlan(NodesPlan):
                 f"({self.h}, {self.n}) {self.dtype.name} -> {self.out_dtype.name}, rank "
                 f"{self.rank} of {self.ranks}, {self.capacity} rows at the most",
                 f"target {self.target}, engine {self.engine}: tile {self.tile}, "
-                f"{compute} compute agents",
-                f"tokens come in chunks of {agreed.chunk_tokens} by {movers} movers{besides}; "
+                f"{counted(compute, 'compute agent')}",
+                f"tokens come in chunks of {agreed.chunk_tokens} by {counted(movers, 'mover')}"
+                f"{besides}; "
                 f"{self.memory} bytes of tables, landing zone and signals",
             )
         )
@@ -868,10 +869,11 @@ class MoeLayerPlan(NodesPlan):
                 f"{self.h} -> {self.inner} -> {self.n} columns, {self.activation}, "
                 f"{self.dtype.name}, rank {self.rank} of {self.ranks}",
                 f"target {self.target}, engine {self.engine}: tile {self.tile}, "
-                f"{compute} compute agents; {self.capacity} rows at the most, {rows} bytes",
-                f"{movers} movers bring tokens in chunks of {self.layer.dispatch.chunk_tokens}; "
-                f"sums come back as {self.transfer_dtype.name} in chunks of "
-                f"{self.layer.combine.chunk_tokens}, through {self.memory} bytes",
+                f"{counted(compute, 'compute agent')}; {self.capacity} rows at the most, "
+                f"{rows} bytes",
+                f"tokens come in chunks of {self.layer.dispatch.chunk_tokens} by "
+                f"{counted(movers, 'mover')}; sums come back as {self.transfer_dtype.name} in "
+                f"chunks of {self.layer.combine.chunk_tokens}, through {self.memory} bytes",
             )
         )
 
