@@ -392,7 +392,7 @@ WRONG = {
     "options": (TypeError, "Options", A, B, {"options": {"tile": 3}}),
     "transfer that narrows": (
         TypeError,
-        r"Options\(transfer_dtype\)=float32.*use float64",
+        r"Options\(transfer_dtype=float32\).*use float64",
         *(A, B, {"options": mk.Options(transfer_dtype="float32")}),
     ),
     "transfer of another kind": (
