@@ -457,7 +457,7 @@ def test_plans_are_saved_and_choose_the_same_again(tmp_path):
     for part in ("rank 1 of 3", "2 of 7 experts", "2 movers", "chunks of 7", "120 rows"):
         assert part in plan.explain()
     assert plan.memory > 3 * 20 * 16 * 4
-    assert "by 1 mover;" in dataclasses.replace(plan, split=(1, 3)).explain()
+    assert "by 1 mover," in dataclasses.replace(plan, split=(1, 3)).explain()
 
 
 def test_plans_for_gpus():
