@@ -127,7 +127,7 @@ def _sum_cases(size: int) -> Iterator[_GemmCase]:
     """K is that of one rank; one is too large for low latency, the last has few rows."""
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         yield _GemmCase((48,) * size, 64, 96, dtype, dtype)
-    yield _GemmCase((4096 // size,) * size, 16, 512, "bfloat16", "bfloat16")
+    yield _GemmCase((4096 // size,) * size, 16, 576, "bfloat16", "bfloat16")
     odd = reference.array_split_counts(37 * size + size // 2, size)
     yield _GemmCase(odd, 77, 33, "bfloat16", "float32")
     yield _GemmCase(odd, 131, 65, "float64", "float64")
