@@ -27,7 +27,7 @@ using OutType = MK_OUT_TYPE;
 
 MK_KERNEL(moe_dispatch_gemm, MoeDispatchGemmParams, p) {
     const MoeDispatchGemmPlan& plan = *p.plan;
-    engine::expect(p.w, p.rows);
+    engine::expect(p.w);
     Launch launch({p.world, plan}, plan.split, Agent::warps);
     const Lines own{static_cast<u8*>(p.x.data), p.x.row_stride * i64(sizeof(Type))};
 

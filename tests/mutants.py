@@ -971,17 +971,29 @@ MUTANTS = {
     "gathered rows: weights of the first expert": Mutant(
         H + "engine/hopper_panels.cuh", "x, y, i32(source));", "x, y, 0);", EMULATED_GATHER
     ),
-    "rows of an expert: a box over the next one's": Mutant(
+    "gathered rows: the same terms again": Mutant(
+        H + "engine/hopper_panels.cuh",
+        "from_[i] += warps * line_bytes;",
+        "from_[i] += line_bytes;",
+        EMULATED_GATHER,
+    ),
+    "gathered rows: both copiers begin with the first terms": Mutant(
+        H + "engine/hopper.cuh", "mine ? 0 : line_bytes", "0", EMULATED_GATHER
+    ),
+    "gathered rows: lines that are not copied": Mutant(
+        H + "engine/hopper_panels.cuh",
+        "if (i % some == 0 && i >= count_) break;",
+        "if (i % some == 0 && i + some >= count_ && i > 0) break;",
+        EMULATED_GATHER,
+    ),
+    "strips: every second line as the one before": Mutant(
+        H + "sink.cuh", "(word ^ line ^ together)", "(word ^ line)", EMULATED_GATHER
+    ),
+    "strips: a box over the next rank's rows": Mutant(
         H + "sink.cuh",
         "return to_->box_lines && whole ?",
         "return to_->box_lines ?",
-        EMULATED_GATHER,
-    ),
-    "rows of an expert: a box over rows that are none": Mutant(
-        "moe_dispatch_gemm.cu",
-        "(p.rows, plan.whole[1], offsets)",
-        "(p.rows, offsets[experts], offsets)",
-        EMULATED_GATHER,
+        EMULATED_GEMM,
     ),
     "layer: gates of the same column": Mutant(
         H + "engine/hopper_panels.cuh", "return b.apart;", "return 0;", EMULATED_LAYER

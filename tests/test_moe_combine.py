@@ -443,6 +443,7 @@ def test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan(missing):
 
 # --- interleavings --------------------------------------------------------------------------------
 
+
 class Simulated(simulations.World):
     def __init__(self, lanes, split, **options):
         self.case = ExpertCase("turns", (3, 0, 4), 1, 2, 5, 3, "float32", "uniform")

@@ -466,6 +466,7 @@ def test_a_rank_that_never_calls_ends_in_the_deadline_and_leaves_nan(missing):
 
 # --- interleavings --------------------------------------------------------------------------------
 
+
 class Simulated(simulations.World):
     def __init__(self, activation, lanes, split, routing="uniform", rows=2, **options):
         self.case = ExpertCase(

@@ -826,6 +826,7 @@ def test_a_trace_tells_of_chunks_and_tiles(tmp_path):
 
 # --- interleavings --------------------------------------------------------------------------------
 
+
 class Simulated(simulations.World):
     def __init__(self, layout, causal, window, lanes, split, **options):
         counts = counts_in("zigzag", 8, 3) if layout == "zigzag" else (3, 0, 4)

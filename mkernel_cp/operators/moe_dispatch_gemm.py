@@ -419,9 +419,6 @@ class MoeDispatchGemm(Operator):
         params.w_stride = self._reading.put(params.w, own[2], machine, before)
         params.rows.data = rows.shadow.ctypes.data
         params.rows.row_stride, params.rows.column_stride = operands.element_steps(rows.shadow)
-        if self._reading.mapped:
-            box = 128 // rows.shadow.itemsize, 64
-            operands.map_lines(params.rows, rows.shadow, False, box, machine)
         layout.put_into(params.origins)
         agents = sum(plan.split) + plan.network_agents
         return runtime.launches.prepare(self._kernel, params, agents, plan.shared_bytes)

@@ -14,13 +14,11 @@ MK_DEVICE auto either(const A& a, const B& b) {
 
 enum class Activation { none = 0, silu = 1, gelu = 2, swiglu = 3 };
 
-MK_DEVICE float exponential(float a) { return expf(a); }
-MK_DEVICE double exponential(double a) { return exp(a); }
 MK_DEVICE float complementary_error(float a) { return erfcf(a); }
 MK_DEVICE double complementary_error(double a) { return erfc(a); }
 
 template <class Acc>
-MK_DEVICE Acc silu(Acc a) { return a / (Acc(1) + exponential(-a)); }
+MK_DEVICE Acc silu(Acc a) { return quotient(a, Acc(1) + exponential(-a)); }
 
 // Without the cancellation of 1 + erf for negative numbers.
 template <class Acc>
@@ -103,7 +101,6 @@ public:
 
     MK_DEVICE T transform(Acc sum) const { return narrow<T>(activate<kind>(sum)); }
     MK_DEVICE T transform(Acc gate, Acc sum) const { return narrow<T>(activate<kind>(sum, gate)); }
-    MK_DEVICE const TensorMap* map(const Tile&, u32) const { return nullptr; }
 
     MK_DEVICE void end(Launch& launch, const Tile& part, Completed stored) const {
         FinishedParts(launch, *plan_).finish(part, stored);

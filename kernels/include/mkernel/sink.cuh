@@ -133,6 +133,30 @@ public:
         return Writes().complete(agent);
     }
 
+    // The same of a strip, by a warp: when it returns, all has been read.
+    MK_DEVICE Completed deliver(Launch& launch, const Tile& tile, Strip<T> staged) const {
+        if (!in_words(tile, staged)) return deliver<Strip<T>>(launch, tile, staged);
+        constexpr u32 words = Strip<T>::line_bytes / sizeof(Word), together = 32 / words, batch = 8;
+        static_assert(together == 4, "lines that a warp has at once, by which swizzling alternates");
+        const u32 lane = launch.agent().lane(), line = lane / words, word = lane % words;
+        const u32 rows = i64(word) * per_word < tile.columns.size() ? u32(tile.rows.size()) : 0;  // that this lane stores of
+        const u8* const from[] = {staged.lines + line * Strip<T>::line_bytes + (word ^ line) * sizeof(Word),
+                                  staged.lines + line * Strip<T>::line_bytes + (word ^ line ^ together) * sizeof(Word)};
+        T* to = place_of(tile) + i64(line) * to_->row_stride + word * per_word;
+        const i64 apart = together * to_->row_stride;
+        MK_UNROLL
+        for (u32 first = 0; first < Strip<T>::rows / together; first += batch) {
+            Word values[batch];
+            MK_UNROLL
+            for (u32 i = 0; i < batch; ++i)
+                values[i] = *reinterpret_cast<const Word*>(from[i % 2] + (first + i) * together * Strip<T>::line_bytes);
+            MK_UNROLL
+            for (u32 i = 0; i < batch; ++i, to += apart)
+                if (line + (first + i) * together < rows) *reinterpret_cast<Word*>(to) = values[i];
+        }
+        return Writes().complete(launch.agent());
+    }
+
     MK_DEVICE void end(Launch&, const Tile&, Completed) const {}
 
     // Stores what lies in global memory: several loads of a lane are under way.

@@ -298,6 +298,16 @@ MK_DEVICE float tfloat32_from_float(float value) {
     return __uint_as_float(bits);
 }
 
+// To a few units in the last place, and without branches: many of them can be under way.
+MK_DEVICE float exponential(float a) { return __expf(a); }
+MK_DEVICE float quotient(float a, float b) {
+    float inverse;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+    return a * inverse;
+}
+MK_DEVICE double exponential(double a) { return exp(a); }
+MK_DEVICE double quotient(double a, double b) { return a / b; }
+
 MK_DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
 MK_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 

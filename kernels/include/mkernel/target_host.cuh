@@ -181,6 +181,11 @@ inline u16 bfloat16_from_float(float value) {
     return u16(nan ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+inline float exponential(float a) { return expf(a); }
+inline double exponential(double a) { return exp(a); }
+template <class Number>
+Number quotient(Number a, Number b) { return a / b; }
+
 // To nearest, ties away from zero.
 inline float tfloat32_from_float(float value) {
     u32 bits = bits_of(value);

@@ -302,7 +302,7 @@ public:
             if (!shared.next.more) break;
             const bool here = shared.next.here;
             const Columns from(b, shared.next.tile);
-            lines.look_up(shared.next.places, here ? u32(shared.next.tile.rows.size()) : 0);
+            lines.look_up(shared.next.places, here ? u32(shared.next.tile.rows.size()) : 0, mine ? 0 : line_bytes);
             __syncwarp();
             if (threadIdx.x % 32 == 0) ptx::arrive(&shared.next.taken);
             if (paces) self.await_steps(begun++ * self.members());
@@ -317,7 +317,7 @@ public:
                     ptx::arrive_expect(loaded, here ? bytes_of_b(from) : 0);
                     if (here) load_b(shared, slot, 0, b, from, first);
                 }
-                lines.copy(shared.a[slot], at, depth - at);
+                lines.copy(shared.a[slot], depth - at);
                 ptx::arrive_when_copied(loaded);
             }
         }
@@ -753,7 +753,6 @@ public:
         bool unsaid = false;
         u32 behind = 0;  // strips since
         const TensorMap *map = nullptr, *acquired = nullptr;  // of a part, if there is one, and the last one
-        bool all = false;  // pieces may be stored through it, not only those of 64 rows
         u32 first_row = 0;  // of the part, there
 
         MK_DEVICE void free_oldest() {
@@ -773,7 +772,7 @@ public:
             return flexible ? u32(part.rows.size() + strip_rows - 1) / strip_rows : strips_down;
         }
 
-        // begin(piece, its strip, its number) stores it, or starts to.
+        // begin(piece, its strip, its number) stores it; or it starts to, and returns true.
         template <class Begin>
         MK_DEVICE void each_strip(const Tile& part, u32 across, u32 wide, Begin begin) {
             const u32 rows_there = u32(part.rows.size()), columns_there = u32(part.columns.size());
@@ -785,11 +784,12 @@ public:
                 while (unread > (i == 0 ? 0 : strips - 1) && !self.agent().any(ptx::completed(ready, turn.parity)))
                     free_oldest();
                 ptx::wait(ready, turn.parity);
-                if (piece.row < rows_there && piece.column < columns_there)
-                    begin(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
+                const bool wanted = piece.row < rows_there && piece.column < columns_there;
+                const bool reading = wanted && begin(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
                 __syncwarp();
                 ptx::commit_stores();
                 ++unread, ++behind;
+                if (!fragments && !reading && unread == 1) free_oldest();
                 piece.column += wide;
                 if (piece.column == across * wide) piece.column = 0, piece.row += strip_rows;
             }
@@ -799,8 +799,6 @@ public:
         template <class To>
         MK_DEVICE void look_up(const To& to, const Tile& part) {
             map = to.map(part, strip_rows);
-            all = map != nullptr;
-            if (flexible && !all) map = to.map({part.source, part_of(part.rows, 0, strip_rows), part.columns}, strip_rows);
             if (!map) return;
             map = ptx::uniform(map);
             first_row = u32(to.first_row(part));
@@ -811,7 +809,7 @@ public:
 
         // Starts to store a piece through it.
         MK_DEVICE bool store_mapped(const Piece& piece, const u8* staged) const {
-            if (!map || !(all || piece.row + strip_rows <= u32(piece.part.rows.size()))) return false;
+            if (!map) return false;
             const u32 x = ptx::uniform(u32(piece.part.columns.begin) + piece.column), y = ptx::uniform(first_row + piece.row);
             if (ptx::elect()) ptx::store_box(map, staged, i32(x), i32(y));
             return true;
@@ -843,7 +841,9 @@ public:
                 storer.look_up(sink.results(), part);
                 storer.each_strip(part, columns / Results::columns, Results::columns, [&](const Piece& piece, u8* staged, u32 i) {
                     if (i == 0) stored.begin();
-                    if (!storer.store_mapped(piece, staged)) sink.results().deliver(self, piece.tile(), Results{staged});
+                    if (storer.store_mapped(piece, staged)) return true;
+                    sink.results().deliver(self, piece.tile(), Results{staged});
+                    return false;
                 });
             } else if constexpr (fragments) {
                 using Results = Strip<typename Sink::Result>;
@@ -868,20 +868,22 @@ public:
                     }
                     if (own && !storer.store_mapped(piece, staged))
                         sink.results().deliver(self, piece.tile(), Results{staged});
+                    return true;
                 });
                 while (storer.unsaid) storer.free_oldest();
                 storer.sent = part, storer.unsaid = receivers > 0, storer.behind = 0;
             } else {
-                storer.look_up(sink, part);
+                if constexpr (!flexible) storer.look_up(sink, part);  // a part of any number of rows is no whole boxes
                 const u32 wide = Strip<Out>::columns, across = (halves ? width(tile) : consumer_columns) / wide;
                 const u32 last = u32(ceil_div(part.rows.size(), strip_rows) - 1) * across +
                                  u32(ceil_div(part.columns.size(), wide) - 1);
                 storer.each_strip(part, across, wide, [&](const Piece& piece, u8* staged, u32 i) {
                     if (i == 0) stored.begin();
-                    if (storer.store_mapped(piece, staged)) return;
+                    if (storer.store_mapped(piece, staged)) return true;
                     if (has_failed(shared)) self.drop();
                     const Completed done = sink.deliver(self, piece.tile(), Strip<Out>{staged});
                     if (i == last) sink.end(self, part, done);
+                    return false;
                 });
             }
         }
@@ -914,8 +916,8 @@ MK_DEVICE void expect(const Matrices&... matrices) {
 //              beyond the edges; of tfloat32, copies round. A stack is one array of three dimensions. Rows that lie apart
 //              have no map, but are 16 bytes aligned
 //   sink       map(part, 64), by which the pieces of a part are stored from row first_row(part) on: boxes of 128 bytes by
-//              64 rows, swizzled by 128 bytes; null where deliver() is to. Parts are a consumer's rows, or its columns
-//              where rows are flexible; pieces 64 rows of 128 bytes, which a warp delivers
+//              64 rows, swizzled by 128 bytes; null where deliver() is to, as it is where rows are flexible. Parts are a
+//              consumer's rows, or its columns where rows are flexible; pieces 64 rows of 128 bytes, which a warp delivers
 //   sink       with takes_fragments<Sink>, and ranks of one node, strips of a part go to slot(launch, part, i), one behind
 //              the other, of each of its receivers(launch, part); end() then tells those. Others' parts, not is_own(launch,
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part), of

@@ -52,27 +52,33 @@ struct Panel {
 };
 
 // The lines of a panel of A that are rows which lie apart, copied by a warp: four lanes have one, and copy 16 bytes each of
-// either half of it.
+// either half of it. Each warp of copiers has every other panel.
 template <class T, u32 extent>
 class Gathered {
 public:
+    static constexpr u32 warps = copiers / 32;
+
     MK_DEVICE Gathered()
         : line_(threadIdx.x % 32 / sharers), at_(threadIdx.x % sharers * 16), swizzled_(at_ ^ line_ % 8 * 16) {}
 
-    // From now on, those that are so many of a tile; lines beyond its rows are left as they are.
-    MK_DEVICE void look_up(const u8* const* places, u32 count) {
-        count_ = count > line_ ? ceil_div(count - line_, together) : 0;
+    // From now on, those that are so many of a tile, from a byte of them on. Behind the last ones a lane copies the last one,
+    // as all lanes copy as many: nobody reads what is there.
+    MK_DEVICE void look_up(const u8* const* places, u32 count, i64 first) {
+        count_ = ptx::uniform(ceil_div(count, together));
         MK_UNROLL
-        for (u32 i = 0; i < own; ++i) from_[i] = i < count_ ? places[line_ + i * together] + at_ : nullptr;
+        for (u32 i = 0; i < own; ++i) {
+            const u32 line = line_ + i * together;
+            from_[i] = count > 0 ? places[line < count ? line : count - 1] + at_ + first : nullptr;
+        }
     }
 
-    // Copies `left` terms from k on, and zeros behind them.
-    MK_DEVICE void copy(u8* panel, i64 k, i64 left) const {
-        const i64 offset = k * i64(sizeof(T)), rest = left * i64(sizeof(T)) - at_;
+    // Copies the next of this warp's panels, of which `left` terms are left, and zeros behind them.
+    MK_DEVICE void copy(u8* panel, i64 left) {
+        const i64 rest = left * i64(sizeof(T)) - at_;
         if (left >= line_bytes / i64(sizeof(T)))  // of a known size, which takes fewer instructions
-            each_piece(panel, offset, [](u32 to, const u8* from, i64) { ptx::copy_async(to, from); });
+            each_piece(panel, [](u32 to, const u8* from, i64) { ptx::copy_async(to, from); });
         else
-            each_piece(panel, offset, [&](u32 to, const u8* from, i64 before) {
+            each_piece(panel, [&](u32 to, const u8* from, i64 before) {
                 const i64 some = rest - before;
                 ptx::copy_async(to, from, some < 0 ? 0 : some < 16 ? u32(some) : 16);
             });
@@ -80,19 +86,22 @@ public:
 
 private:
     static constexpr u32 half = line_bytes / 2, sharers = half / 16, together = 32 / sharers, own = extent / together;
+    static constexpr u32 some = 4;  // own lines that are copied without a look at their count
     static_assert(together % 8 == 0, "all lines of a lane are swizzled alike");
+    static_assert(own % some == 0, "or more than there are would be copied");
 
     template <class Copy>
-    MK_DEVICE void each_piece(u8* panel, i64 offset, const Copy& copy) const {
+    MK_DEVICE void each_piece(u8* panel, const Copy& copy) {
         // As tensor copies swizzle. Once for all lines: the next ones are at constants from there.
         const u32 lines = ptx::shared_address(panel) + line_ * line_bytes;
         const u32 to = ptx::opaque(lines + swizzled_), second = ptx::opaque(lines + (swizzled_ ^ half));
         MK_UNROLL
-        for (u32 i = 0; i < own; ++i)
-            if (i < count_) {
-                copy(to + i * together * line_bytes, from_[i] + offset, 0);
-                copy(second + i * together * line_bytes, from_[i] + offset + half, half);
-            }
+        for (u32 i = 0; i < own; ++i) {
+            if (i % some == 0 && i >= count_) break;
+            copy(to + i * together * line_bytes, from_[i], 0);
+            copy(second + i * together * line_bytes, from_[i] + half, half);
+            from_[i] += warps * line_bytes;
+        }
     }
 
     u32 line_, at_, swizzled_;
