@@ -133,9 +133,9 @@ public:
         return Writes().complete(agent);
     }
 
-    // The same of a strip, by a warp: when it returns, all has been read.
-    MK_DEVICE Completed deliver(Launch& launch, const Tile& tile, Strip<T> staged) const {
-        if (!in_words(tile, staged)) return deliver<Strip<T>>(launch, tile, staged);
+    // The same of a strip, by a warp that has registers for several loads under way.
+    MK_DEVICE Completed deliver_strip(Launch& launch, const Tile& tile, Strip<T> staged) const {
+        if (!in_words(tile, staged)) return deliver(launch, tile, staged);
         constexpr u32 words = Strip<T>::line_bytes / sizeof(Word), together = 32 / words, batch = 8;
         static_assert(together == 4, "lines that a warp has at once, by which swizzling alternates");
         const u32 lane = launch.agent().lane(), line = lane / words, word = lane % words;

@@ -772,7 +772,7 @@ public:
             return flexible ? u32(part.rows.size() + strip_rows - 1) / strip_rows : strips_down;
         }
 
-        // begin(piece, its strip, its number) stores it; or it starts to, and returns true.
+        // begin(piece, its strip, its number) stores it, or starts to.
         template <class Begin>
         MK_DEVICE void each_strip(const Tile& part, u32 across, u32 wide, Begin begin) {
             const u32 rows_there = u32(part.rows.size()), columns_there = u32(part.columns.size());
@@ -784,12 +784,12 @@ public:
                 while (unread > (i == 0 ? 0 : strips - 1) && !self.agent().any(ptx::completed(ready, turn.parity)))
                     free_oldest();
                 ptx::wait(ready, turn.parity);
-                const bool wanted = piece.row < rows_there && piece.column < columns_there;
-                const bool reading = wanted && begin(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
+                if (piece.row < rows_there && piece.column < columns_there)
+                    begin(piece, shared.staged[consumer][ptx::uniform(turn.slot)], i);
                 __syncwarp();
                 ptx::commit_stores();
                 ++unread, ++behind;
-                if (!fragments && !reading && unread == 1) free_oldest();
+                if (flexible) free_oldest();  // warps have read it
                 piece.column += wide;
                 if (piece.column == across * wide) piece.column = 0, piece.row += strip_rows;
             }
@@ -816,6 +816,11 @@ public:
         }
     };
 
+    static MK_DEVICE Completed deliver(const Sink& sink, Launch& self, const Tile& piece, Strip<Out> staged) {
+        if constexpr (flexible) return sink.deliver_strip(self, piece, staged);
+        else return sink.deliver(self, piece, staged);
+    }
+
     // Before each part, and once more, it calls ahead().
     template <class Ahead>
     static MK_DEVICE void store(Shared& shared, Launch self, u32 consumer, Ahead ahead) {
@@ -841,9 +846,7 @@ public:
                 storer.look_up(sink.results(), part);
                 storer.each_strip(part, columns / Results::columns, Results::columns, [&](const Piece& piece, u8* staged, u32 i) {
                     if (i == 0) stored.begin();
-                    if (storer.store_mapped(piece, staged)) return true;
-                    sink.results().deliver(self, piece.tile(), Results{staged});
-                    return false;
+                    if (!storer.store_mapped(piece, staged)) sink.results().deliver(self, piece.tile(), Results{staged});
                 });
             } else if constexpr (fragments) {
                 using Results = Strip<typename Sink::Result>;
@@ -868,7 +871,6 @@ public:
                     }
                     if (own && !storer.store_mapped(piece, staged))
                         sink.results().deliver(self, piece.tile(), Results{staged});
-                    return true;
                 });
                 while (storer.unsaid) storer.free_oldest();
                 storer.sent = part, storer.unsaid = receivers > 0, storer.behind = 0;
@@ -879,11 +881,10 @@ public:
                                  u32(ceil_div(part.columns.size(), wide) - 1);
                 storer.each_strip(part, across, wide, [&](const Piece& piece, u8* staged, u32 i) {
                     if (i == 0) stored.begin();
-                    if (storer.store_mapped(piece, staged)) return true;
+                    if (storer.store_mapped(piece, staged)) return;
                     if (has_failed(shared)) self.drop();
-                    const Completed done = sink.deliver(self, piece.tile(), Strip<Out>{staged});
+                    const Completed done = deliver(sink, self, piece.tile(), {staged});
                     if (i == last) sink.end(self, part, done);
-                    return false;
                 });
             }
         }
@@ -916,8 +917,9 @@ MK_DEVICE void expect(const Matrices&... matrices) {
 //              beyond the edges; of tfloat32, copies round. A stack is one array of three dimensions. Rows that lie apart
 //              have no map, but are 16 bytes aligned
 //   sink       map(part, 64), by which the pieces of a part are stored from row first_row(part) on: boxes of 128 bytes by
-//              64 rows, swizzled by 128 bytes; null where deliver() is to, as it is where rows are flexible. Parts are a
-//              consumer's rows, or its columns where rows are flexible; pieces 64 rows of 128 bytes, which a warp delivers
+//              64 rows, swizzled by 128 bytes; null where deliver() is to. Where rows are flexible deliver_strip() does, always.
+//              Parts are a consumer's rows, or columns if rows are flexible; pieces 64 rows of 128 bytes, of which a warp
+//              delivers what is there
 //   sink       with takes_fragments<Sink>, and ranks of one node, strips of a part go to slot(launch, part, i), one behind
 //              the other, of each of its receivers(launch, part); end() then tells those. Others' parts, not is_own(launch,
 //              part), are strips of Fragments of Sink::Partial. To own ones consumers add those at addends(launch, part), of
