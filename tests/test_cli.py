@@ -378,7 +378,13 @@ INTERRUPTED = """import argparse
     def stop(*args, **options):
         assert any(name.endswith(".tmp") for name in os.listdir({folder!r}))
         {what}
-    run.gather.allgather_gemm = stop
+    def late(*args, inner=run._map):
+        time.sleep(0.2 if comm.rank == 0 else 0)
+        return inner(*args)
+    def first(self, inner=run.Path.unlink):
+        inner(self)
+        time.sleep(0 if comm.rank == 0 else 1)
+    run.gather.allgather_gemm, run._map, run.Path.unlink = stop, late, first
     names = [os.path.join({files!r}, name) for name in ("A.npy", "B.npy")]
     output = os.path.join({folder!r}, "C.npy")
     run.allgather_gemm(comm, argparse.Namespace(a=names[0], b=names[1], output=output, dtype=None))

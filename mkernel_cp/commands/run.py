@@ -470,7 +470,14 @@ def _output(
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         offset = together(comm, "to make the output", create)[0]
-        array = _map(str(temporary), dtype, "r+", offset, shape, "C")
+        arrays: list[np.ndarray] = []
+        # All, before one that fails removes the file.
+        together(
+            comm,
+            "to map the output",
+            lambda: arrays.append(_map(str(temporary), dtype, "r+", offset, shape, "C")),
+        )
+        (array,) = arrays
         yield array
         if isinstance(array, np.memmap):
             together(comm, "to write the output", array.flush)
